@@ -1,0 +1,163 @@
+//! The table of weight formats: how logical weights of one row lie in bytes.
+//!
+//! A format stores a matrix in one to three *planes* (a GGUF block format has one; MXFP4 in
+//! safetensors has blocks and scales; MLX affine has codes, scales and biases). Within a plane every
+//! `elements` consecutive weights of a row take `bytes` bytes.
+
+/// How the 32 codes of a block are ordered when activations are packed for it (see `oracle`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ActOrder {
+    /// Dword `j` of a block holds elements `4j .. 4j+4`.
+    Sequential,
+    /// Nibble pairs: dword `j < 4` holds elements `8j, 8j+2, 8j+4, 8j+6`, dword `4 + j` the odd ones
+    /// `8j+1, 8j+3, 8j+5, 8j+7`: what the low and the high nibbles of four bytes are when byte `i`
+    /// holds elements `2i` and `2i+1`.
+    NibblePairs,
+}
+
+/// Number type of the scales and biases of an MLX affine format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ParamType {
+    /// bfloat16
+    Bf16,
+    /// IEEE half
+    F16,
+    /// IEEE single
+    F32,
+}
+
+impl ParamType {
+    /// Bytes of one value.
+    pub const fn bytes(self) -> usize {
+        match self {
+            ParamType::Bf16 | ParamType::F16 => 2,
+            ParamType::F32 => 4,
+        }
+    }
+}
+
+/// `bytes` bytes of a plane hold what belongs to `elements` consecutive weights of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlaneLayout {
+    /// Weights covered by one unit.
+    pub elements: usize,
+    /// Bytes of one unit.
+    pub bytes: usize,
+}
+
+impl PlaneLayout {
+    /// Bytes of a row of `cols` weights; `None` if `cols` is not a multiple of `elements` or on overflow.
+    pub fn row_bytes(self, cols: usize) -> Option<usize> {
+        if cols % self.elements != 0 {
+            return None;
+        }
+        (cols / self.elements).checked_mul(self.bytes)
+    }
+}
+
+/// A weight format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Format {
+    /// IEEE single.
+    F32,
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// GGUF `Q8_0`: f16 scale, 32 signed bytes.
+    Q8_0,
+    /// GGUF `Q4_1`: f16 scale, f16 minimum, 32 nibbles (element j low nibble of byte j, j+16 high).
+    Q4_1,
+    /// GGUF `Q5_0`: f16 scale, 32 high bits, 32 nibbles; code - 16.
+    Q5_0,
+    /// GGUF `Q4_K`: super-block of 256 = 8 x 32, 6-bit scales and minima.
+    Q4K,
+    /// GGUF `Q6_K`: super-block of 256 = 16 x 16, 8-bit scales; code - 32.
+    Q6K,
+    /// GGUF `MXFP4`: E8M0 scale byte, 32 nibbles (j low, j+16 high), E2M1 codes.
+    Mxfp4,
+    /// MXFP4 in two planes (safetensors `_blocks`/`_scales`, MLX `mode: mxfp4`): byte i holds elements
+    /// 2i (low nibble) and 2i+1 (high); one E8M0 byte for 32 elements in the second plane.
+    Mxfp4Split,
+    /// MLX affine: `w = scale * code + bias`, codes in a little-endian bit stream.
+    MlxAffine {
+        /// Bits of a code (4 or 8 today).
+        bits: u8,
+        /// Weights that share a scale and a bias: 32, 64 or 128.
+        group: u16,
+        /// Number type of scales and biases.
+        params: ParamType,
+    },
+}
+
+impl Format {
+    /// Name as users know it.
+    pub fn name(self) -> String {
+        match self {
+            Format::F32 => "F32".into(),
+            Format::F16 => "F16".into(),
+            Format::Bf16 => "BF16".into(),
+            Format::Q8_0 => "Q8_0".into(),
+            Format::Q4_1 => "Q4_1".into(),
+            Format::Q5_0 => "Q5_0".into(),
+            Format::Q4K => "Q4_K".into(),
+            Format::Q6K => "Q6_K".into(),
+            Format::Mxfp4 | Format::Mxfp4Split => "MXFP4".into(),
+            Format::MlxAffine { bits, group, .. } => format!("MLX {bits}-bit g{group}"),
+        }
+    }
+
+    /// The planes of the format, one to three.
+    pub fn planes(self) -> Vec<PlaneLayout> {
+        let p = |elements, bytes| PlaneLayout { elements, bytes };
+        match self {
+            Format::F32 => vec![p(1, 4)],
+            Format::F16 | Format::Bf16 => vec![p(1, 2)],
+            Format::Q8_0 => vec![p(32, 34)],
+            Format::Q4_1 => vec![p(32, 20)],
+            Format::Q5_0 => vec![p(32, 22)],
+            Format::Q4K => vec![p(256, 144)],
+            Format::Q6K => vec![p(256, 210)],
+            Format::Mxfp4 => vec![p(32, 17)],
+            Format::Mxfp4Split => vec![p(32, 16), p(32, 1)],
+            Format::MlxAffine { bits, group, params } => {
+                let g = group as usize;
+                vec![
+                    p(g, g * bits as usize / 8),
+                    p(g, params.bytes()),
+                    p(g, params.bytes()),
+                ]
+            }
+        }
+    }
+
+    /// Columns must be a multiple of this.
+    pub fn block_elements(self) -> usize {
+        self.planes().iter().map(|p| p.elements).max().unwrap_or(1)
+    }
+
+    /// Whether the `q8` precision has integer arithmetic for this format; float formats compute with
+    /// f32 activations in both precisions.
+    pub fn is_quantized(self) -> bool {
+        !matches!(self, Format::F32 | Format::F16 | Format::Bf16)
+    }
+
+    /// Order in which activations are packed for this format's integer kernels.
+    pub fn act_order(self) -> ActOrder {
+        match self {
+            Format::Mxfp4Split | Format::MlxAffine { bits: 4, .. } => ActOrder::NibblePairs,
+            _ => ActOrder::Sequential,
+        }
+    }
+
+    /// Bytes of a whole `rows` x `cols` matrix over all planes; `None` when `cols` does not fit or on overflow.
+    pub fn matrix_bytes(self, rows: usize, cols: usize) -> Option<u64> {
+        let mut total = 0u64;
+        for p in self.planes() {
+            let b = (p.row_bytes(cols)? as u64).checked_mul(rows as u64)?;
+            total = total.checked_add(b)?;
+        }
+        Some(total)
+    }
+}
