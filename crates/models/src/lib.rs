@@ -1,8 +1,19 @@
 //! Model families. A family reads a catalog and its config, and returns a [`ModelSpec`]: data, no code.
 //!
-//! What is here: the closed vocabulary of mechanisms ([`spec`]), name tables and config dialects. What
-//! is not here: how a mechanism is computed (`forebay-program` lowers it, backends run it).
+//! Reading order: [`spec`] (the closed vocabulary of mechanisms), [`families`] (one file each), [`config`]
+//! and [`weights`] (dialects of description and of names), [`rope`].
+//!
+//! What is not here: how a mechanism is computed (`forebay-program` lowers it, backends run it).
 
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod error;
+pub mod families;
+pub mod rope;
 pub mod spec;
+pub mod weights;
 
+pub use error::ModelError;
+pub use families::read;
 pub use spec::*;

@@ -1,0 +1,236 @@
+//! What most decoder families share: names and shapes of embedding, head, attention projections and
+//! stacked experts. A family calls these with its own choices; nothing here asks which family it is.
+
+use crate::config::{self, Config};
+use crate::error::ModelError;
+use crate::spec::{Activation, Attention, ExpertWeights, Experts, ModelSpec, Norm, Rope};
+use crate::weights::{Name, Weights};
+
+const fn name(hf: &'static str, gguf: &'static str) -> Name {
+    Name { hf, gguf }
+}
+
+pub const EMBEDDING: Name = name("embed_tokens", "token_embd");
+pub const HEAD: Name = name("/lm_head", "output");
+pub const FINAL_NORM: Name = name("norm", "output_norm");
+pub const MIXER_NORM: Name = name("layers.{l}.input_layernorm", "blk.{l}.attn_norm");
+const Q: Name = name("layers.{l}.self_attn.q_proj", "blk.{l}.attn_q");
+const K: Name = name("layers.{l}.self_attn.k_proj", "blk.{l}.attn_k");
+const V: Name = name("layers.{l}.self_attn.v_proj", "blk.{l}.attn_v");
+const O: Name = name("layers.{l}.self_attn.o_proj", "blk.{l}.attn_output");
+pub const Q_NORM: Name = name("layers.{l}.self_attn.q_norm", "blk.{l}.attn_q_norm");
+pub const K_NORM: Name = name("layers.{l}.self_attn.k_norm", "blk.{l}.attn_k_norm");
+pub const MLP_GATE: Name = name("layers.{l}.mlp.gate_proj", "blk.{l}.ffn_gate");
+pub const MLP_UP: Name = name("layers.{l}.mlp.up_proj", "blk.{l}.ffn_up");
+pub const MLP_DOWN: Name = name("layers.{l}.mlp.down_proj", "blk.{l}.ffn_down");
+
+/// Sizes that every decoder has.
+pub struct Shape {
+    pub layers: usize,
+    pub d: usize,
+    pub vocab: usize,
+    pub context: usize,
+    pub n_heads: usize,
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+    pub eps: f32,
+}
+
+impl Shape {
+    pub fn read(cfg: &Config<'_>, catalog: &forebay_files::Catalog) -> Result<Shape, ModelError> {
+        let d = cfg.count(config::HIDDEN)?;
+        let n_heads = cfg.count(config::HEADS)?;
+        let n_kv_heads = cfg.opt_count(config::KV_HEADS)?.unwrap_or(n_heads);
+        let bad = |key: &str, found: usize, expected: String| ModelError::BadValue {
+            key: key.into(),
+            found: found.to_string(),
+            expected,
+        };
+        if n_kv_heads == 0 || n_heads % n_kv_heads != 0 {
+            return Err(bad("num_key_value_heads", n_kv_heads, format!("a divisor of {n_heads}")));
+        }
+        let head_dim = cfg.opt_count(config::HEAD_DIM)?.unwrap_or(d / n_heads);
+        if head_dim == 0 || head_dim % 2 != 0 || head_dim > 1024 {
+            return Err(bad("head_dim", head_dim, "an even number up to 1024".into()));
+        }
+        let layers = cfg.count(config::LAYERS)?;
+        if layers > 1024 {
+            return Err(bad("num_hidden_layers", layers, "at most 1024".into()));
+        }
+        Ok(Shape {
+            layers,
+            d,
+            vocab: vocab_size(cfg, catalog)?,
+            context: cfg.count(config::CONTEXT)?,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            eps: cfg.float(config::RMS_EPS)? as f32,
+        })
+    }
+}
+
+/// Rows of the embedding tensor: GGUF has no reliable key, so the tensor itself is asked there.
+fn vocab_size(cfg: &Config<'_>, catalog: &forebay_files::Catalog) -> Result<usize, ModelError> {
+    const VOCAB: config::Field = config::Field { hf: &["vocab_size"], gguf: "" };
+    if !cfg.is_gguf() {
+        return cfg.count(VOCAB);
+    }
+    let name = "token_embd.weight";
+    match catalog.tensors.get(name).map(|t| t.shape.as_slice()) {
+        Some([rows, _]) => Ok(*rows as usize),
+        _ => Err(ModelError::MissingTensor { name: name.into(), hint: String::new() }),
+    }
+}
+
+/// Attention with plain q, k, v, o projections (biases where the checkpoint has them).
+pub fn attention(w: &Weights<'_>, s: &Shape, l: usize) -> Result<Attention, ModelError> {
+    let (q_width, kv_width) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
+    Ok(Attention {
+        n_heads: s.n_heads,
+        n_kv_heads: s.n_kv_heads,
+        head_dim: s.head_dim,
+        q: w.linear(Q, l, q_width, s.d)?,
+        k: w.linear(K, l, kv_width, s.d)?,
+        v: Some(w.linear(V, l, kv_width, s.d)?),
+        o: w.linear(O, l, s.d, q_width)?,
+        q_norm: None,
+        k_norm: None,
+        v_norm: None,
+        rope: None,
+        window: None,
+        sinks: None,
+        scale: (1.0 / (s.head_dim as f64).sqrt()) as f32,
+    })
+}
+
+/// Names of a layer's routed experts in every dialect.
+pub struct ExpertNames {
+    /// Fused gate and up, `[E, 2 I, d]`, stacked; how rows are split is the family's choice.
+    pub fused: Name,
+    /// Stacked `[E, I, d]` (GGUF, and two MLX spellings).
+    pub gate: [Name; 2],
+    pub up: [Name; 2],
+    /// Stacked `[E, d, I]`.
+    pub down: [Name; 2],
+    /// One by one, `{e}`.
+    pub single: [Name; 3],
+}
+
+pub const EXPERTS: ExpertNames = ExpertNames {
+    fused: name("layers.{l}.mlp.experts.gate_up_proj", "blk.{l}.ffn_gate_up_exps"),
+    gate: [
+        name("layers.{l}.mlp.switch_mlp.gate_proj", "blk.{l}.ffn_gate_exps"),
+        name("layers.{l}.mlp.experts.gate_proj", "blk.{l}.ffn_gate_exps"),
+    ],
+    up: [
+        name("layers.{l}.mlp.switch_mlp.up_proj", "blk.{l}.ffn_up_exps"),
+        name("layers.{l}.mlp.experts.up_proj", "blk.{l}.ffn_up_exps"),
+    ],
+    down: [
+        name("layers.{l}.mlp.switch_mlp.down_proj", "blk.{l}.ffn_down_exps"),
+        name("layers.{l}.mlp.experts.down_proj", "blk.{l}.ffn_down_exps"),
+    ],
+    single: [
+        name("layers.{l}.mlp.experts.{e}.gate_proj", ""),
+        name("layers.{l}.mlp.experts.{e}.up_proj", ""),
+        name("layers.{l}.mlp.experts.{e}.down_proj", ""),
+    ],
+};
+
+/// How a fused gate-and-up tensor's rows divide.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum FusedRows {
+    /// Even rows gate, odd rows up.
+    Alternating,
+    /// First half gate, second half up.
+    Halves,
+}
+
+/// The routed experts of layer `l`: count `e`, inner width `i`, whatever way they are stored.
+pub fn experts(
+    w: &Weights<'_>,
+    names: &ExpertNames,
+    l: usize,
+    [e, i, d]: [usize; 3],
+    fused: FusedRows,
+    activation: Activation,
+) -> Result<Experts, ModelError> {
+    let first = |candidates: &[Name]| {
+        candidates.iter().copied().find(|n| w.has(*n, l)).unwrap_or(candidates[0])
+    };
+    let mut weights = Vec::with_capacity(e);
+    if w.has(names.single[0], l) {
+        for x in 0..e {
+            let [gate, up, down] = names.single;
+            weights.push(ExpertWeights {
+                gate: w.stack(gate, l, x, [1, i, d])?.matrix(0),
+                up: w.stack(up, l, x, [1, i, d])?.matrix(0),
+                down: w.stack(down, l, x, [1, d, i])?.matrix(0),
+            });
+        }
+    } else {
+        let down = w.stack(first(&names.down), l, 0, [e, d, i])?;
+        if w.has(names.fused, l) {
+            let gate_up = w.stack(names.fused, l, 0, [e, 2 * i, d])?;
+            let (up_first, step) = match fused {
+                FusedRows::Alternating => (1, 2),
+                FusedRows::Halves => (i, 1),
+            };
+            weights.extend((0..e).map(|x| ExpertWeights {
+                gate: gate_up.rows(x, 0, step, i),
+                up: gate_up.rows(x, up_first, step, i),
+                down: down.matrix(x),
+            }));
+        } else {
+            let gate = w.stack(first(&names.gate), l, 0, [e, i, d])?;
+            let up = w.stack(first(&names.up), l, 0, [e, i, d])?;
+            weights.extend((0..e).map(|x| ExpertWeights {
+                gate: gate.matrix(x),
+                up: up.matrix(x),
+                down: down.matrix(x),
+            }));
+        }
+    }
+    Ok(Experts { intermediate: i, activation, weights, biases: Vec::new() })
+}
+
+/// Experts per token, checked against their number.
+pub fn top_k(cfg: &Config<'_>, n_experts: usize) -> Result<usize, ModelError> {
+    let k = cfg.count(config::TOP_K)?;
+    if k > n_experts || n_experts > u16::MAX as usize {
+        return Err(ModelError::BadValue {
+            key: "experts per token / number of experts".into(),
+            found: format!("{k} / {n_experts}"),
+            expected: "no more than there are, and fewer than 65536 experts".into(),
+        });
+    }
+    Ok(k)
+}
+
+/// Everything around the layers.
+pub fn model(
+    cfg: &Config<'_>,
+    w: Weights<'_>,
+    s: &Shape,
+    layers: Vec<crate::spec::Layer>,
+    ropes: Vec<Rope>,
+) -> Result<ModelSpec, ModelError> {
+    let embedding = w.matrix(EMBEDDING, 0, s.vocab, s.d)?;
+    let final_norm: Norm = w.norm(FINAL_NORM, 0, s.d, s.eps)?;
+    let head = w.head(HEAD, cfg.flag("tie_word_embeddings")?, s.vocab, s.d)?;
+    let notes = w.finish(&crate::weights::skip_common)?;
+    Ok(ModelSpec {
+        family: "",
+        hidden_size: s.d,
+        vocab_size: s.vocab,
+        context_length: s.context,
+        embedding,
+        layers,
+        final_norm,
+        head,
+        ropes,
+        eos_ids: cfg.eos_ids(),
+        notes,
+    })
+}

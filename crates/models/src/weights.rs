@@ -1,0 +1,498 @@
+//! Finds weights in a catalog whatever container and dialect they come in, and keeps the books: a
+//! tensor that no part of the model asked for is an error, and so is one that is not there.
+//!
+//! A logical matrix may be one tensor (GGUF, float safetensors), two (`_blocks`, `_scales`) or three
+//! (MLX `weight`, `scales`, `biases`); [`Weights`] turns all of them into [`WeightRef`]s that address
+//! the published bytes in place. Not here: which names a family uses.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use forebay_files::{Catalog, Dtype, Source, TensorInfo};
+use forebay_quant::{Format, ParamType};
+use serde_json::Value;
+
+use crate::error::ModelError;
+use crate::spec::{Extent, Linear, Norm, PlaneRef, VectorRef, WeightRef};
+
+/// Names of one thing in the two kinds of container; `{l}` and `{e}` stand for layer and expert.
+#[derive(Clone, Copy, Debug)]
+pub struct Name {
+    /// In a safetensors folder, after the `model.` prefix (see [`Weights::new`]).
+    pub hf: &'static str,
+    /// In a GGUF.
+    pub gguf: &'static str,
+}
+
+/// A stack of equally shaped matrices in one tensor (or one set of planes): `[count, rows, cols]`.
+#[derive(Clone, Debug)]
+pub struct Stack {
+    name: Arc<str>,
+    format: Format,
+    count: usize,
+    rows: usize,
+    cols: usize,
+    planes: Vec<StackPlane>,
+}
+
+#[derive(Clone, Debug)]
+struct StackPlane {
+    file: u32,
+    offset: u64,
+    row_bytes: u64,
+}
+
+impl Stack {
+    /// Matrix `i` of the stack; `first` and `step` choose rows `first, first + step, …`, `rows` of them.
+    pub fn rows(&self, i: usize, first: usize, step: usize, rows: usize) -> WeightRef {
+        assert!(
+            i < self.count && first + (rows - 1) * step < self.rows,
+            "rows outside of {}",
+            self.name
+        );
+        let planes = self.planes.iter().map(|p| {
+            let start = (i * self.rows + first) as u64 * p.row_bytes;
+            let len = ((rows - 1) * step + 1) as u64 * p.row_bytes;
+            PlaneRef {
+                extent: Extent { file: p.file, offset: p.offset + start, len },
+                stride: step as u64 * p.row_bytes,
+            }
+        });
+        WeightRef {
+            name: self.name.clone(),
+            format: self.format,
+            rows,
+            cols: self.cols,
+            planes: planes.collect(),
+        }
+    }
+
+    /// Matrix `i`, whole.
+    pub fn matrix(&self, i: usize) -> WeightRef {
+        self.rows(i, 0, 1, self.rows)
+    }
+}
+
+/// The tensors of a checkpoint, with a mark on each that was asked for.
+pub struct Weights<'a> {
+    catalog: &'a Catalog,
+    prefix: &'static str,
+    used: RefCell<BTreeSet<&'a str>>,
+}
+
+/// Where a folder's decoder lies: plain, or inside a multimodal checkpoint.
+const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "model.", ""];
+
+impl<'a> Weights<'a> {
+    /// Finds out under which prefix a folder's decoder weights are named.
+    pub fn new(catalog: &'a Catalog) -> Weights<'a> {
+        let has = |p: &str| catalog.tensors.contains_key(&format!("{p}embed_tokens.weight"));
+        let prefix = match catalog.source {
+            Source::Gguf { .. } => "",
+            Source::Folder { .. } => PREFIXES.into_iter().find(|p| has(p)).unwrap_or("model."),
+        };
+        Weights { catalog, prefix, used: RefCell::default() }
+    }
+
+    fn is_gguf(&self) -> bool {
+        matches!(self.catalog.source, Source::Gguf { .. })
+    }
+
+    /// The full name for this container. A folder name that begins with `/` is not under the decoder's prefix.
+    fn full(&self, name: Name, l: usize, e: usize) -> String {
+        let (prefix, text) = match (self.is_gguf(), name.hf.strip_prefix('/')) {
+            (true, _) => ("", name.gguf),
+            (false, Some(absolute)) => ("", absolute),
+            (false, None) => (self.prefix, name.hf),
+        };
+        let text = text.replace("{l}", &l.to_string()).replace("{e}", &e.to_string());
+        format!("{prefix}{text}")
+    }
+
+    fn peek(&self, name: &str) -> Option<&'a TensorInfo> {
+        self.catalog.tensors.get(name)
+    }
+
+    fn take(&self, name: &str) -> Option<&'a TensorInfo> {
+        let t = self.peek(name)?;
+        self.used.borrow_mut().insert(&t.name);
+        Some(t)
+    }
+
+    /// Whether the matrix is there in any of its forms.
+    pub fn has(&self, name: Name, l: usize) -> bool {
+        let base = self.full(name, l, 0);
+        ["", ".weight", "_blocks"].iter().any(|s| self.peek(&format!("{base}{s}")).is_some())
+    }
+
+    /// A stack `[count, rows, cols]`; with `count` 1 the tensor may also be `[rows, cols]`.
+    pub fn stack(
+        &self,
+        name: Name,
+        l: usize,
+        e: usize,
+        shape: [usize; 3],
+    ) -> Result<Stack, ModelError> {
+        let base = self.full(name, l, e);
+        let [count, rows, cols] = shape;
+        let stack = |t: &TensorInfo, format, planes| Stack {
+            name: t.name.as_str().into(),
+            format,
+            count,
+            rows,
+            cols,
+            planes,
+        };
+        let plane = |t: &TensorInfo| StackPlane {
+            file: t.file,
+            offset: t.offset,
+            row_bytes: t.len / (count * rows) as u64,
+        };
+        // [E, rows, cols/32, 16] and [E, rows, cols/32]
+        if let Some(blocks) = self.take(&format!("{base}_blocks")) {
+            let scales = self.need(&format!("{base}_scales"))?;
+            expect_dtype(blocks, Dtype::U8)?;
+            expect_dtype(scales, Dtype::U8)?;
+            expect_shape(blocks, &[count, rows, cols / 32, 16])?;
+            expect_shape(scales, &[count, rows, cols / 32])?;
+            whole_blocks(blocks, cols, Format::Mxfp4Split)?;
+            return Ok(stack(blocks, Format::Mxfp4Split, vec![plane(blocks), plane(scales)]));
+        }
+        let weight = match self.take(&format!("{base}.weight")).or_else(|| self.take(&base)) {
+            Some(t) => t,
+            None => {
+                return Err(ModelError::MissingTensor {
+                    name: format!("{base}.weight"),
+                    hint: String::new(),
+                });
+            }
+        };
+        if weight.dtype == Dtype::U32 {
+            return self.mlx_stack(&base, weight, shape);
+        }
+        let format = float_or_ggml(weight)?;
+        match (count, weight.shape.len()) {
+            (1, 2) => expect_shape(weight, &[rows, cols])?,
+            _ => expect_shape(weight, &[count, rows, cols])?,
+        }
+        whole_blocks(weight, cols, format)?;
+        Ok(stack(weight, format, vec![plane(weight)]))
+    }
+
+    fn mlx_stack(
+        &self,
+        base: &str,
+        weight: &TensorInfo,
+        shape: [usize; 3],
+    ) -> Result<Stack, ModelError> {
+        let [count, rows, cols] = shape;
+        let q = self.mlx_quantization(base)?;
+        let scales = self.need(&format!("{base}.scales"))?;
+        let lead: &[usize] = if weight.shape.len() == 2 && count == 1 { &[] } else { &[count] };
+        let expect = |t: &TensorInfo, last: usize| expect_shape(t, &[lead, &[rows, last]].concat());
+        expect(weight, cols * q.bits / 32)?;
+        expect(scales, cols / q.group)?;
+        let mut tensors = vec![weight, scales];
+        let format = if q.mxfp4 {
+            expect_dtype(scales, Dtype::U8)?;
+            Format::Mxfp4Split
+        } else {
+            let biases = self.need(&format!("{base}.biases"))?;
+            expect(biases, cols / q.group)?;
+            expect_dtype(biases, scales.dtype)?;
+            tensors.push(biases);
+            let params = match scales.dtype {
+                Dtype::Bf16 => ParamType::Bf16,
+                Dtype::F16 => ParamType::F16,
+                Dtype::F32 => ParamType::F32,
+                _ => return Err(unsupported_type(scales)),
+            };
+            Format::MlxAffine { bits: q.bits as u8, group: q.group as u16, params }
+        };
+        whole_blocks(weight, cols, format)?;
+        let planes = tensors.iter().map(|t| StackPlane {
+            file: t.file,
+            offset: t.offset,
+            row_bytes: t.len / (count * rows) as u64,
+        });
+        Ok(Stack {
+            name: weight.name.as_str().into(),
+            format,
+            count,
+            rows,
+            cols,
+            planes: planes.collect(),
+        })
+    }
+
+    /// `quantization` of config.json: the default, and exceptions by module name. An exception without
+    /// `mode` is affine, whatever the default's mode.
+    fn mlx_quantization(&self, base: &str) -> Result<MlxQuantization, ModelError> {
+        let Source::Folder { config, .. } = &self.catalog.source else {
+            unreachable!("U32 is a safetensors type")
+        };
+        let default = config.get("quantization").or_else(|| config.get("quantization_config"));
+        let default =
+            default.ok_or_else(|| ModelError::MissingKey { key: "quantization".into() })?;
+        // Exceptions are keyed by the module's name in the file, or without the decoder's prefix.
+        let exception = [base, base.strip_prefix(self.prefix).unwrap_or(base)]
+            .into_iter()
+            .find_map(|key| default.get(key))
+            .filter(|e| e.is_object());
+        let q = exception.unwrap_or(default);
+        let number = |key: &str| {
+            let v = q.get(key).or_else(|| default.get(key)).and_then(Value::as_u64);
+            v.map(|x| x as usize).ok_or_else(|| ModelError::MissingKey {
+                key: format!("quantization.{key} of {base}"),
+            })
+        };
+        let mode = q.get("mode").and_then(Value::as_str).unwrap_or("affine");
+        let (bits, group) = (number("bits")?, number("group_size")?);
+        let known = match mode {
+            "affine" => matches!(bits, 4 | 8) && matches!(group, 32 | 64 | 128),
+            "mxfp4" => bits == 4 && group == 32,
+            _ => false,
+        };
+        if !known {
+            return Err(ModelError::Unsupported {
+                what: format!(
+                    "MLX quantisation of {base}: mode {mode}, {bits} bits, groups of {group}"
+                ),
+                detail: "known are affine 4 and 8 bits with groups of 32, 64, 128, and mxfp4"
+                    .into(),
+            });
+        }
+        Ok(MlxQuantization { bits, group, mxfp4: mode == "mxfp4" })
+    }
+
+    /// A matrix `[rows, cols]`.
+    pub fn matrix(
+        &self,
+        name: Name,
+        l: usize,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightRef, ModelError> {
+        Ok(self.stack(name, l, 0, [1, rows, cols])?.matrix(0))
+    }
+
+    /// A matrix and its bias `[rows]`, where one is there.
+    pub fn linear(
+        &self,
+        name: Name,
+        l: usize,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Linear, ModelError> {
+        let weight = self.matrix(name, l, rows, cols)?;
+        let bias = self.take(&format!("{}.bias", self.full(name, l, 0)));
+        let bias = bias.map(|t| vector(t, &[rows])).transpose()?;
+        Ok(Linear { weight, bias })
+    }
+
+    /// A vector `[len]` named `….weight` or as it is.
+    pub fn vector(&self, name: Name, l: usize, len: usize) -> Result<VectorRef, ModelError> {
+        let base = self.full(name, l, 0);
+        let t = self.take(&format!("{base}.weight")).or_else(|| self.take(&base));
+        vector(t.ok_or_else(|| missing(&format!("{base}.weight")))?, &[len])
+    }
+
+    /// An RMSNorm with plain weight `[len]`.
+    pub fn norm(&self, name: Name, l: usize, len: usize, eps: f32) -> Result<Norm, ModelError> {
+        Ok(Norm { weight: Some(self.vector(name, l, len)?), eps, plus_one: false })
+    }
+
+    /// Row `i` of a stack of vectors `[count, len]`: elements `first, first + step, …`.
+    pub fn vector_row(
+        &self,
+        name: Name,
+        l: usize,
+        shape: [usize; 2],
+        part: VectorPart,
+    ) -> Result<VectorRef, ModelError> {
+        let t = self.need(&self.full(name, l, 0))?;
+        let all = vector(t, &shape)?;
+        let item = t.len / (shape[0] * shape[1]) as u64;
+        let VectorPart { row, first, step, len } = part;
+        let start = (row * shape[1] + first) as u64 * item;
+        Ok(VectorRef {
+            len,
+            stride: step,
+            extent: Extent {
+                offset: all.extent.offset + start,
+                len: ((len - 1) * step + 1) as u64 * item,
+                ..all.extent
+            },
+            ..all
+        })
+    }
+
+    /// Whether a tensor of exactly this name is there.
+    pub fn has_tensor(&self, name: Name, l: usize) -> bool {
+        self.peek(&self.full(name, l, 0)).is_some()
+    }
+
+    /// The output head `[vocab, d]`, or none when it is tied to the embedding.
+    pub fn head(
+        &self,
+        name: Name,
+        tied: Option<bool>,
+        vocab: usize,
+        d: usize,
+    ) -> Result<Option<WeightRef>, ModelError> {
+        let there = self.has(name, 0);
+        if !there {
+            return match (self.is_gguf(), tied) {
+                (false, Some(false)) => Err(ModelError::MissingTensor {
+                    name: format!("{}.weight", self.full(name, 0, 0)),
+                    hint:
+                        " (config.json says tie_word_embeddings is false; was a tied model meant?)"
+                            .into(),
+                }),
+                _ => Ok(None),
+            };
+        }
+        let head = self.matrix(name, 0, vocab, d)?;
+        Ok((tied != Some(true)).then_some(head))
+    }
+
+    fn need(&self, name: &str) -> Result<&'a TensorInfo, ModelError> {
+        self.take(name).ok_or_else(|| missing(name))
+    }
+
+    /// Ends the reading: tensors left are skipped with a note where `skip` knows what they are, and an
+    /// error otherwise.
+    pub fn finish(
+        self,
+        skip: &dyn Fn(&str) -> Option<&'static str>,
+    ) -> Result<Vec<String>, ModelError> {
+        let used = self.used.into_inner();
+        let mut skipped = BTreeSet::new();
+        let mut unread = Vec::new();
+        for name in self.catalog.tensors.keys().filter(|n| !used.contains(n.as_str())) {
+            match skip(name) {
+                Some(what) => _ = skipped.insert(what),
+                None => unread.push(name),
+            }
+        }
+        match unread.first() {
+            Some(first) => {
+                Err(ModelError::UnreadTensors { count: unread.len(), first: first.to_string() })
+            }
+            None => Ok(skipped.into_iter().map(|w| format!("{w} skipped")).collect()),
+        }
+    }
+}
+
+/// Which elements of a stack of vectors: row `row`, elements `first, first + step, …`, `len` of them.
+#[derive(Clone, Copy, Debug)]
+pub struct VectorPart {
+    /// Row.
+    pub row: usize,
+    /// First element.
+    pub first: usize,
+    /// Distance of elements.
+    pub step: usize,
+    /// Elements.
+    pub len: usize,
+}
+
+struct MlxQuantization {
+    bits: usize,
+    group: usize,
+    mxfp4: bool,
+}
+
+/// Parts of a checkpoint that every text family passes over.
+pub fn skip_common(name: &str) -> Option<&'static str> {
+    let has = |parts: &[&str]| {
+        parts.iter().any(|p| name.starts_with(p) || name.contains(&format!(".{p}")))
+    };
+    if has(&[
+        "vision_tower.",
+        "vision_model.",
+        "visual.",
+        "multi_modal_projector.",
+        "embed_vision.",
+        "mm.",
+    ]) {
+        Some("vision weights")
+    } else if has(&["audio_tower.", "embed_audio."]) {
+        Some("audio weights")
+    } else if name.ends_with("rotary_emb.inv_freq") {
+        Some("stored rotary frequencies")
+    } else {
+        None
+    }
+}
+
+fn missing(name: &str) -> ModelError {
+    ModelError::MissingTensor { name: name.into(), hint: String::new() }
+}
+
+fn vector(t: &TensorInfo, shape: &[usize]) -> Result<VectorRef, ModelError> {
+    let format = match t.dtype {
+        Dtype::F32 => Format::F32,
+        Dtype::F16 => Format::F16,
+        Dtype::Bf16 => Format::Bf16,
+        _ => return Err(unsupported_type(t)),
+    };
+    expect_shape(t, shape)?;
+    Ok(VectorRef {
+        name: t.name.as_str().into(),
+        format,
+        len: shape.iter().product(),
+        extent: Extent { file: t.file, offset: t.offset, len: t.len },
+        stride: 1,
+    })
+}
+
+fn float_or_ggml(t: &TensorInfo) -> Result<Format, ModelError> {
+    match t.dtype {
+        Dtype::F32 => Ok(Format::F32),
+        Dtype::F16 => Ok(Format::F16),
+        Dtype::Bf16 => Ok(Format::Bf16),
+        Dtype::Ggml(f) => Ok(f),
+        _ => Err(unsupported_type(t)),
+    }
+}
+
+fn unsupported_type(t: &TensorInfo) -> ModelError {
+    let dtype = match t.dtype {
+        Dtype::GgmlOther { name, .. } => name.to_string(),
+        other => format!("{other:?}"),
+    };
+    ModelError::UnsupportedType {
+        name: t.name.clone(),
+        dtype,
+        known: "F32, F16, BF16, Q8_0, Q4_1, Q5_0, Q4_K, Q6_K, MXFP4, MLX 4 and 8 bits".into(),
+    }
+}
+
+fn expect_dtype(t: &TensorInfo, dtype: Dtype) -> Result<(), ModelError> {
+    if t.dtype == dtype { Ok(()) } else { Err(unsupported_type(t)) }
+}
+
+fn expect_shape(t: &TensorInfo, shape: &[usize]) -> Result<(), ModelError> {
+    if t.shape.iter().copied().eq(shape.iter().map(|&x| x as u64)) {
+        return Ok(());
+    }
+    Err(ModelError::ShapeMismatch {
+        name: t.name.clone(),
+        found: t.shape.clone(),
+        expected: shape.iter().map(|&x| x as u64).collect(),
+    })
+}
+
+fn whole_blocks(t: &TensorInfo, cols: usize, format: Format) -> Result<(), ModelError> {
+    let block = format.block_elements();
+    if cols.is_multiple_of(block) {
+        return Ok(());
+    }
+    Err(ModelError::BadValue {
+        key: format!("row length of {}", t.name),
+        found: cols.to_string(),
+        expected: format!("a multiple of {block} for {}", format.name()),
+    })
+}
