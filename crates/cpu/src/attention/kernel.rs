@@ -1,0 +1,357 @@
+//! Attention of some rows and query heads over one KV head: the arithmetic of the module's header.
+//!
+//! One body for every level. A block of keys and values is widened once and then used by all queries
+//! (rows times heads of the group) that see it; `T` of them are worked on side by side, so that the
+//! vector units have independent sums. `T` is a matter of registers and does not touch any bit.
+
+// Indexed loops over fixed arrays say which lanes meet.
+#![allow(clippy::needless_range_loop)]
+
+use std::ops::Range;
+
+use super::layout::{BLOCK, Block, KvLayout};
+use super::{AttnParams, AttnRow, KvPages};
+use crate::dispatch::per_level;
+use crate::rows::Rows;
+use crate::simd::Level;
+use crate::vecmath::exp;
+
+/// Queries that one call of [`attend_unit`] works on, more or less.
+pub(super) const UNIT_QUERIES: usize = 64;
+
+/// One piece of work: `rows` of the batch, query heads `heads`, which share KV head `kv_head`.
+pub(super) struct Unit<'a> {
+    pub params: &'a AttnParams<'a>,
+    pub kv: &'a KvPages<'a>,
+    /// The rows of this unit.
+    pub rows: &'a [AttnRow<'a>],
+    /// Index of the first of them in `q`.
+    pub first_row: usize,
+    pub kv_head: usize,
+    pub heads: Range<usize>,
+    /// `[batch rows, n_heads * head_dim]`
+    pub q: Rows<'a>,
+}
+
+impl Unit<'_> {
+    fn queries(&self) -> usize {
+        self.rows.len() * self.heads.len()
+    }
+    /// Page and visible positions of block `b` for row `r`; none if all are masked.
+    #[inline(always)]
+    fn sees(&self, r: usize, b: usize) -> Option<(u32, Range<usize>)> {
+        let visible = self.rows[r].visible(self.params.window);
+        let start = b * BLOCK;
+        if visible.end <= start || visible.start >= start + BLOCK {
+            return None;
+        }
+        let lo = visible.start.saturating_sub(start);
+        let hi = (visible.end - start).min(BLOCK);
+        Some((self.rows[r].table[b], lo..hi))
+    }
+}
+
+/// Floats of scratch for `queries` queries.
+pub(super) fn scratch_len(layout: &KvLayout, queries: usize) -> usize {
+    let (hd, vp) = (layout.head_dim, layout.padded_v());
+    BLOCK * (hd + vp + 2) + queries * (hd + BLOCK + vp + 6)
+}
+
+/// Working memory of a unit; `n` queries.
+struct Scratch<'a> {
+    block: Block<'a>,
+    /// `[n, head_dim]`
+    q: &'a mut [f32],
+    /// Scores, then probabilities, `[n, BLOCK]`.
+    s: &'a mut [f32],
+    /// Running maximum, denominator `[n]` and accumulator `[n, padded_v]`.
+    m: &'a mut [f32],
+    l: &'a mut [f32],
+    acc: &'a mut [f32],
+    /// Of the block: maximum and denominator; factors of old and new in the merge; all `[n]`.
+    m_b: &'a mut [f32],
+    l_b: &'a mut [f32],
+    old: &'a mut [f32],
+    new: &'a mut [f32],
+}
+
+impl<'a> Scratch<'a> {
+    fn new(buffer: &'a mut Vec<f32>, layout: &KvLayout, n: usize) -> Scratch<'a> {
+        let needed = scratch_len(layout, n);
+        if buffer.len() < needed {
+            buffer.resize(needed, 0.0);
+        }
+        let (hd, vp) = (layout.head_dim, layout.padded_v());
+        let mut rest = &mut buffer[..];
+        let mut take = |len: usize| {
+            let (part, others) = std::mem::take(&mut rest).split_at_mut(len);
+            rest = others;
+            part
+        };
+        Scratch {
+            block: Block {
+                keys: take(hd * BLOCK),
+                values: take(vp * BLOCK),
+                k_scales: take(BLOCK),
+                v_scales: take(BLOCK),
+            },
+            q: take(n * hd),
+            s: take(n * BLOCK),
+            acc: take(n * vp),
+            m: take(n),
+            l: take(n),
+            m_b: take(n),
+            l_b: take(n),
+            old: take(n),
+            new: take(n),
+        }
+    }
+}
+
+/// Computes a unit; `write(row, head, acc, l)` receives each query's result, `out = acc / l`.
+pub(super) fn attend_unit(
+    level: Level,
+    unit: &Unit,
+    buffer: &mut Vec<f32>,
+    mut write: impl FnMut(usize, usize, &[f32], f32),
+) {
+    let layout = &unit.kv.layout;
+    let (hd, vp, group) = (layout.head_dim, layout.padded_v(), unit.heads.len());
+    let mut scratch = Scratch::new(buffer, layout, unit.queries());
+    for (r, q) in scratch.q.chunks_exact_mut(group * hd).enumerate() {
+        let row = unit.q.row(unit.first_row + r);
+        q.copy_from_slice(&row[unit.heads.start * hd..unit.heads.end * hd]);
+    }
+    scratch.m.fill(f32::NEG_INFINITY);
+    scratch.l.fill(0.0);
+    scratch.acc.fill(0.0);
+
+    let visible = || unit.rows.iter().map(|row| row.visible(unit.params.window));
+    let first = visible().map(|v| v.start / BLOCK).min().unwrap_or(0);
+    let end = visible().map(|v| v.end.div_ceil(BLOCK)).max().unwrap_or(0);
+    for b in first..end {
+        // Runs of rows that see the same page; usually one.
+        let mut r = 0;
+        while r < unit.rows.len() {
+            let Some((page, _)) = unit.sees(r, b) else {
+                r += 1;
+                continue;
+            };
+            let mut run_end = r + 1;
+            while run_end < unit.rows.len() && unit.sees(run_end, b).is_some_and(|(p, _)| p == page)
+            {
+                run_end += 1;
+            }
+            layout.load(level, unit.kv.page(page), unit.kv_head, &mut scratch.block);
+            attend_block(level, unit, r..run_end, b, &mut scratch);
+            r = run_end;
+        }
+    }
+
+    for i in 0..unit.queries() {
+        let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
+        let acc = &mut scratch.acc[i * vp..][..layout.v_head_dim];
+        let mut l = scratch.l[i];
+        if let Some(sinks) = unit.params.sinks {
+            let (m, sink) = (scratch.m[i], sinks[head]);
+            let max = if sink > m { sink } else { m };
+            let old = exp(m - max);
+            l = l.mul_add(old, exp(sink - max));
+            for a in acc.iter_mut() {
+                *a *= old;
+            }
+        }
+        write(row, head, acc, l);
+    }
+}
+
+per_level! {
+    fn attend_block(unit: &Unit, rows: Range<usize>, b: usize, scratch: &mut Scratch)
+        = avx512: block_body::<4>, avx2: block_body::<2>, portable: block_body::<1>
+}
+
+/// Merges block `b`, widened in `scratch.block`, into the state of the queries of `rows`.
+#[inline(always)]
+fn block_body<const T: usize>(unit: &Unit, rows: Range<usize>, b: usize, scratch: &mut Scratch) {
+    let layout = &unit.kv.layout;
+    let (hd, vp, group) = (layout.head_dim, layout.padded_v(), unit.heads.len());
+    let q8 = layout.kv_type == super::KvType::Q8;
+    let queries = rows.start * group..rows.end * group;
+
+    // s = q . k
+    let mut i = queries.start;
+    while i < queries.end {
+        let n = if queries.end - i >= T { T } else { 1 };
+        let (q, s) = (&scratch.q[i * hd..], &mut scratch.s[i * BLOCK..]);
+        if n == T {
+            store(sums::<T>(q, hd, scratch.block.keys, BLOCK, 0..hd), s);
+        } else {
+            store(sums::<1>(q, hd, scratch.block.keys, BLOCK, 0..hd), s);
+        }
+        i += n;
+    }
+
+    // Scale, maximum, p = exp(s - m_b); masked positions: p = +0.
+    let scale = unit.params.scale;
+    for r in rows.clone() {
+        let Some((_, visible)) = unit.sees(r, b) else { continue };
+        for i in r * group..(r + 1) * group {
+            let (s, _) =
+                scratch.s[i * BLOCK..].split_first_chunk_mut::<BLOCK>().expect("a row of s");
+            if q8 {
+                let (k_scales, _) =
+                    scratch.block.k_scales.split_first_chunk::<BLOCK>().expect("32 scales");
+                for j in 0..BLOCK {
+                    s[j] = (s[j] * k_scales[j]) * scale;
+                }
+            } else {
+                for s in s.iter_mut() {
+                    *s *= scale;
+                }
+            }
+            scratch.m_b[i] = softmax_numerators(s, visible.start as u32, visible.end as u32);
+        }
+    }
+
+    // l_b, positions ascending (adding +0 changes nothing); eight queries at once.
+    let mut i = queries.start;
+    while i < queries.end {
+        if queries.end - i >= 8 {
+            column_sums::<8>(&scratch.s[i * BLOCK..], &mut scratch.l_b[i..]);
+            i += 8;
+        } else {
+            column_sums::<1>(&scratch.s[i * BLOCK..], &mut scratch.l_b[i..]);
+            i += 1;
+        }
+    }
+
+    // The merge's factors, and l.
+    for i in queries.clone() {
+        let (m, m_b) = (scratch.m[i], scratch.m_b[i]);
+        let max = if m_b > m { m_b } else { m };
+        let (old, new) = (exp(m - max), exp(m_b - max));
+        scratch.m[i] = max;
+        scratch.l[i] = scratch.l[i].mul_add(old, scratch.l_b[i] * new);
+        scratch.old[i] = old;
+        scratch.new[i] = new;
+    }
+
+    // acc_b = p . v, merged into acc.
+    if q8 {
+        for s in scratch.s[queries.start * BLOCK..queries.end * BLOCK].chunks_exact_mut(BLOCK) {
+            for (s, scale) in s.iter_mut().zip(scratch.block.v_scales.iter()) {
+                *s *= scale;
+            }
+        }
+    }
+    let mut r = rows.start;
+    while r < rows.end {
+        // Rows with the same visible positions: all, in a block that none of them masks.
+        let (_, visible) = unit.sees(r, b).expect("every row of a run sees the block");
+        let mut same_end = r + 1;
+        while same_end < rows.end && unit.sees(same_end, b).is_some_and(|(_, v)| v == visible) {
+            same_end += 1;
+        }
+        let mut i = r * group;
+        while i < same_end * group {
+            let n = if same_end * group - i >= T { T } else { 1 };
+            for d in (0..vp).step_by(BLOCK) {
+                let (p, v) = (&scratch.s[i * BLOCK..], &scratch.block.values[d..]);
+                let (old, new) = (&scratch.old[i..], &scratch.new[i..]);
+                let acc = &mut scratch.acc[i * vp + d..];
+                if n == T {
+                    merge(sums::<T>(p, BLOCK, v, vp, visible.clone()), old, new, acc, vp);
+                } else {
+                    merge(sums::<1>(p, BLOCK, v, vp, visible.clone()), old, new, acc, vp);
+                }
+            }
+            i += n;
+        }
+        r = same_end;
+    }
+}
+
+/// `sums[t][j]` = from +0, `fma(a[t * a_stride + k], b[k * b_stride + j], sum)` for `k` ascending.
+#[inline(always)]
+fn sums<const T: usize>(
+    a: &[f32],
+    a_stride: usize,
+    b: &[f32],
+    b_stride: usize,
+    ks: Range<usize>,
+) -> [[f32; BLOCK]; T] {
+    let mut sums = [[0.0f32; BLOCK]; T];
+    for k in ks {
+        let (row, _) = b[k * b_stride..].split_first_chunk::<BLOCK>().expect("rows of 32");
+        for t in 0..T {
+            let x = a[t * a_stride + k];
+            for j in 0..BLOCK {
+                sums[t][j] = x.mul_add(row[j], sums[t][j]);
+            }
+        }
+    }
+    sums
+}
+
+#[inline(always)]
+fn store<const T: usize>(sums: [[f32; BLOCK]; T], s: &mut [f32]) {
+    s[..T * BLOCK].copy_from_slice(sums.as_flattened());
+}
+
+/// `acc[t] = fma(acc[t], old[t], acc_b[t] * new[t])`
+#[inline(always)]
+fn merge<const T: usize>(
+    acc_b: [[f32; BLOCK]; T],
+    old: &[f32],
+    new: &[f32],
+    acc: &mut [f32],
+    stride: usize,
+) {
+    for t in 0..T {
+        let (acc, _) = acc[t * stride..].split_first_chunk_mut::<BLOCK>().expect("rows of 32");
+        let (old, new) = (old[t], new[t]);
+        for j in 0..BLOCK {
+            acc[j] = acc[j].mul_add(old, acc_b[t][j] * new);
+        }
+    }
+}
+
+/// Replaces visible scores by `exp(s - max)`, masked ones by +0, and returns the maximum of the visible.
+#[inline(always)]
+fn softmax_numerators(s: &mut [f32; BLOCK], lo: u32, hi: u32) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; BLOCK];
+    for j in 0..BLOCK {
+        let visible = (j as u32) >= lo && (j as u32) < hi;
+        lanes[j] = if visible { s[j] } else { f32::NEG_INFINITY };
+    }
+    // NaN is passed over here and comes back out of exp.
+    let mut half = BLOCK / 2;
+    while half > 0 {
+        for j in 0..half {
+            let (a, b) = (lanes[j], lanes[j + half]);
+            let a = if a.is_nan() { f32::NEG_INFINITY } else { a };
+            lanes[j] = if b > a { b } else { a };
+        }
+        half /= 2;
+    }
+    let max = lanes[0];
+    for j in 0..BLOCK {
+        let visible = (j as u32) >= lo && (j as u32) < hi;
+        let p = exp(s[j] - max);
+        s[j] = if visible { p } else { 0.0 };
+    }
+    max
+}
+
+/// `out[t]` = the sum of row `t` of `s` `[T, BLOCK]`, ascending.
+#[inline(always)]
+fn column_sums<const T: usize>(s: &[f32], out: &mut [f32]) {
+    let s = &s[..T * BLOCK];
+    let mut sums = [0.0f32; T];
+    for j in 0..BLOCK {
+        for t in 0..T {
+            sums[t] += s[t * BLOCK + j];
+        }
+    }
+    out[..T].copy_from_slice(&sums);
+}

@@ -1,0 +1,157 @@
+//! Softmax attention over paged keys and values.
+//!
+//! # The order of sums
+//! For one query (a row and a head) at position `i`, with keys and values as they are in the cache:
+//!
+//! - It sees positions `j` with `max(0, i - window + 1) <= j <= i`. Anything else contributes nothing at
+//!   all, whatever its bytes; a block of [`BLOCK`] positions without a visible one is skipped.
+//! - Score: from +0, `s = fma(q[d], k[j][d], s)` with `d` ascending; then `s * scale`; for `Q8` the sum is
+//!   over codes and the score is `(s * k_scale[j]) * scale`.
+//! - A block gives `m_b`, the maximum of its visible scores; `p_j = exp(s_j - m_b)`; `l_b`, from +0 the sum
+//!   of `p_j`; `acc_b[d]`, from +0 `fma(p_j, v[j][d], acc_b[d])`; both with `j` ascending. For `Q8` the factor
+//!   is `p_j * v_scale[j]` (rounded) and `v` the code.
+//! - Blocks are merged in ascending order, from `(m, l, acc) = (-inf, +0, +0)`: `m' = max(m, m_b)`,
+//!   `a = exp(m - m')`, `b = exp(m_b - m')`, `l' = fma(l, a, l_b * b)`, `acc' = fma(acc, a, acc_b * b)`.
+//! - A sink comes last: `m' = max(m, sink)`, `a = exp(m - m')`, `l' = fma(l, a, exp(sink - m'))`,
+//!   `acc' = acc * a`.
+//! - `out = acc / l`.
+//!
+//! Nothing in this depends on other rows, so a chunk of rows has the bits of its rows one by one.
+//!
+//! Not here: which pages a sequence owns (the engine's state), rope and norms ([`crate::ops`]).
+
+mod kernel;
+mod layout;
+#[cfg(test)]
+mod tests;
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+pub use layout::{BLOCK, KvLayout, KvType};
+
+use crate::pool::Pool;
+use crate::rows::{Rows, RowsMut};
+use crate::simd::Level;
+use kernel::{UNIT_QUERIES, Unit};
+
+/// What a layer's attention is, apart from its cache.
+#[derive(Clone, Copy, Debug)]
+pub struct AttnParams<'a> {
+    /// Query heads: a multiple of the KV heads; head `h` uses KV head `h / (n_heads / n_kv_heads)`.
+    pub n_heads: usize,
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Sliding window in positions, the query's own included; none: all positions.
+    pub window: Option<usize>,
+    /// `[n_heads]`: a logit that joins the denominator only.
+    pub sinks: Option<&'a [f32]>,
+}
+
+/// One query row.
+#[derive(Clone, Copy, Debug)]
+pub struct AttnRow<'a> {
+    /// Absolute position in its sequence.
+    pub pos: u32,
+    /// Page of each block of positions: position `j` lies in page `table[j / BLOCK]`. Entries of blocks that
+    /// the window masks are not read.
+    pub table: &'a [u32],
+}
+
+impl AttnRow<'_> {
+    /// Visible positions.
+    #[inline(always)]
+    fn visible(&self, window: Option<usize>) -> Range<usize> {
+        let end = self.pos as usize + 1;
+        window.map_or(0, |w| end.saturating_sub(w))..end
+    }
+}
+
+/// One layer's pages: page `p` is `data[p * stride..][..layout.page_bytes()]`.
+#[derive(Clone, Copy, Debug)]
+pub struct KvPages<'a> {
+    /// Shape.
+    pub layout: KvLayout,
+    /// The pages.
+    pub data: &'a [u8],
+    /// Distance between two pages in bytes.
+    pub stride: usize,
+}
+
+impl<'a> KvPages<'a> {
+    fn page(&self, index: u32) -> &'a [u8] {
+        &self.data[index as usize * self.stride..][..self.layout.page_bytes()]
+    }
+}
+
+thread_local! {
+    /// Grows to [`scratch_bytes`] and is kept.
+    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The most scratch memory one thread keeps for [`attend`] on such a layer, in bytes.
+pub fn scratch_bytes(layout: &KvLayout, n_heads: usize) -> usize {
+    let group = n_heads / layout.n_kv_heads;
+    kernel::scratch_len(layout, UNIT_QUERIES.max(group)) * size_of::<f32>()
+}
+
+/// Attention of `rows` over the cache, which already holds each row's own key and value. `q` `[rows, n_heads *
+/// head_dim]`, `out` `[rows, n_heads * v_head_dim]`.
+pub fn attend(
+    pool: &Pool,
+    level: Level,
+    params: &AttnParams,
+    kv: &KvPages,
+    rows: &[AttnRow],
+    q: Rows,
+    out: RowsMut,
+) {
+    let layout = &kv.layout;
+    let (n_heads, v_head_dim) = (params.n_heads, layout.v_head_dim);
+    assert!(
+        n_heads > 0 && n_heads.is_multiple_of(layout.n_kv_heads),
+        "{n_heads} heads on {}",
+        layout.n_kv_heads
+    );
+    assert!(params.window != Some(0), "a window contains at least the position itself");
+    assert!(params.sinks.is_none_or(|s| s.len() == n_heads));
+    assert!(q.rows() == rows.len() && q.width() == n_heads * layout.head_dim);
+    assert!(out.rows() == rows.len() && out.width() == n_heads * v_head_dim);
+
+    // A unit: some rows, the heads of one KV head, or a part of them where there are too few units for all threads.
+    let group = n_heads / layout.n_kv_heads;
+    let unit_rows = (UNIT_QUERIES / group).clamp(1, rows.len().max(1));
+    let row_units = rows.len().div_ceil(unit_rows);
+    let parts =
+        (pool.threads() / (row_units * layout.n_kv_heads).max(1)).clamp(1, group.div_ceil(4));
+    let part_heads = group.div_ceil(parts);
+    let parts = group.div_ceil(part_heads);
+    let (out, out_stride) = out.into_disjoint();
+    pool.run_chunks(row_units * layout.n_kv_heads * parts, 1, &|units| {
+        for u in units {
+            let (part, u) = (u % parts, u / parts);
+            let (kv_head, row_unit) = (u % layout.n_kv_heads, u / layout.n_kv_heads);
+            let first_row = row_unit * unit_rows;
+            let first_head = kv_head * group + part * part_heads;
+            let unit = Unit {
+                params,
+                kv,
+                rows: &rows[first_row..rows.len().min(first_row + unit_rows)],
+                first_row,
+                kv_head,
+                heads: first_head..(first_head + part_heads).min((kv_head + 1) * group),
+                q,
+            };
+            SCRATCH.with_borrow_mut(|scratch| {
+                kernel::attend_unit(level, &unit, scratch, |row, head, acc, l| {
+                    let start = row * out_stride + head * v_head_dim;
+                    // SAFETY: each (row, head) belongs to one unit, and units are handed out once.
+                    let out = unsafe { out.slice(start..start + v_head_dim) };
+                    for (o, a) in out.iter_mut().zip(acc) {
+                        *o = a / l;
+                    }
+                });
+            });
+        }
+    });
+}
