@@ -1,9 +1,15 @@
 //! The one view of a checkpoint that everything above works with.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::fs;
+use std::io;
+use std::path::{self, Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use forebay_quant::Format;
 use serde_json::Value;
+
+use crate::error::{ChangeKind, FilesError};
 
 /// Storage type of a tensor as its container names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,6 +30,11 @@ pub enum Dtype {
         /// Bytes of an element.
         bytes: u8,
     },
+    /// A safetensors type narrower than a byte (F4, F6_*), known by size but not used for weights.
+    SubByte {
+        /// Bits of an element.
+        bits: u8,
+    },
     /// A GGUF (ggml) type that Forebay computes with, F32, F16 and BF16 excepted.
     Ggml(forebay_quant::Format),
     /// A ggml type whose layout is known (block elements, block bytes) but that Forebay does not compute with yet.
@@ -35,6 +46,35 @@ pub enum Dtype {
         /// Bytes of a block.
         bytes: u16,
     },
+}
+
+impl Dtype {
+    /// The weight format that a tensor of this type has by itself; `None` for parts of a format (codes
+    /// and scales in planes of their own) and for types that Forebay does not compute with.
+    pub fn format(self) -> Option<Format> {
+        match self {
+            Dtype::F32 => Some(Format::F32),
+            Dtype::F16 => Some(Format::F16),
+            Dtype::Bf16 => Some(Format::Bf16),
+            Dtype::Ggml(format) => Some(format),
+            _ => None,
+        }
+    }
+
+    /// Name for messages.
+    pub fn name(self) -> String {
+        match self {
+            Dtype::F32 => "F32".into(),
+            Dtype::F16 => "F16".into(),
+            Dtype::Bf16 => "BF16".into(),
+            Dtype::U8 => "U8".into(),
+            Dtype::U32 => "U32".into(),
+            Dtype::Other { bytes } => format!("{}-bit other", u32::from(bytes) * 8),
+            Dtype::SubByte { bits } => format!("{bits}-bit other"),
+            Dtype::Ggml(format) => format.name(),
+            Dtype::GgmlOther { name, .. } => name.into(),
+        }
+    }
 }
 
 /// One tensor and where its bytes lie. The range is checked against the file.
@@ -54,6 +94,18 @@ pub struct TensorInfo {
     pub len: u64,
 }
 
+impl TensorInfo {
+    /// Number of elements; the reader checked that it fits.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    /// Absolute offset one past the last byte.
+    pub fn end(&self) -> u64 {
+        self.offset + self.len
+    }
+}
+
 /// One file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEntry {
@@ -63,6 +115,42 @@ pub struct FileEntry {
     pub len: u64,
     /// Modification time in nanoseconds since the epoch when opened (0 where unknown).
     pub mtime_ns: i128,
+}
+
+impl FileEntry {
+    /// The entry of a file as `metadata` describes it now.
+    pub(crate) fn new(path: &Path, metadata: &fs::Metadata) -> FileEntry {
+        FileEntry { path: path.to_owned(), len: metadata.len(), mtime_ns: mtime_ns(metadata) }
+    }
+
+    /// Fails if the file's length or modification time is no longer what it was.
+    pub fn check_unchanged(&self) -> Result<(), FilesError> {
+        let changed = |change| FilesError::FileChanged { file: self.path.clone(), change };
+        let now = match fs::metadata(&self.path) {
+            Ok(now) => FileEntry::new(&self.path, &now),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(changed(ChangeKind::Gone)),
+            Err(source) => {
+                let file = self.path.clone();
+                return Err(FilesError::Io { file, action: "examine", source });
+            }
+        };
+        if now.len != self.len {
+            return Err(changed(ChangeKind::Length { expected: self.len, found: now.len }));
+        }
+        if now.mtime_ns != self.mtime_ns {
+            let (expected, found) = (self.mtime_ns, now.mtime_ns);
+            return Err(changed(ChangeKind::Modified { expected, found }));
+        }
+        Ok(())
+    }
+}
+
+fn mtime_ns(metadata: &fs::Metadata) -> i128 {
+    let Ok(modified): Result<SystemTime, _> = metadata.modified() else { return 0 };
+    match modified.duration_since(UNIX_EPOCH) {
+        Ok(after) => after.as_nanos() as i128,
+        Err(before) => -(before.duration().as_nanos() as i128),
+    }
 }
 
 /// A GGUF metadata value.
@@ -105,6 +193,10 @@ impl MetaValue {
         match *self {
             MetaValue::F32(v) => Some(v as f64),
             MetaValue::F64(v) => Some(v),
+            MetaValue::I8(v) => Some(v as f64),
+            MetaValue::I16(v) => Some(v as f64),
+            MetaValue::I32(v) => Some(v as f64),
+            MetaValue::I64(v) => Some(v as f64),
             _ => self.as_u64().map(|v| v as f64),
         }
     }
@@ -143,7 +235,7 @@ pub enum Source {
     Folder {
         /// The folder.
         dir: PathBuf,
-        /// `config.json`.
+        /// `config.json`; `Null` when the folder has none.
         config: Value,
         /// `generation_config.json`, if there.
         generation_config: Option<Value>,
@@ -159,6 +251,97 @@ pub struct Catalog {
     pub tensors: BTreeMap<String, TensorInfo>,
     /// Keys or config.
     pub source: Source,
-    /// blake3 over the headers of all files: tells one checkpoint from another.
+    /// blake3 over the headers and lengths of all files and `config.json`: tells one checkpoint from another.
     pub header_hash: [u8; 32],
+}
+
+impl Catalog {
+    /// Opens a model and checks the headers of all its files. `path` is
+    /// - a GGUF file, or the first file of a split set (`-00001-of-00003.gguf`);
+    /// - a folder with `model.safetensors`, with shards and their index, or with one other set of
+    ///   safetensors files; or else with exactly one GGUF or split set (`mmproj` files apart);
+    /// - one safetensors file; the `config.json` beside it belongs to it.
+    ///
+    /// What a file is is told by its content. No weight is read.
+    pub fn open(path: &Path) -> Result<Catalog, FilesError> {
+        crate::open::open(path)
+    }
+
+    /// A tensor by its name in the file.
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// A GGUF metadata value.
+    pub fn meta(&self, key: &str) -> Option<&MetaValue> {
+        match &self.source {
+            Source::Gguf { metadata } => metadata.get(key),
+            Source::Folder { .. } => None,
+        }
+    }
+
+    /// Takes a GGUF metadata value out, so that a large one (the vocabulary) need not stay in memory.
+    pub fn take_meta(&mut self, key: &str) -> Option<MetaValue> {
+        match &mut self.source {
+            Source::Gguf { metadata } => metadata.remove(key),
+            Source::Folder { .. } => None,
+        }
+    }
+
+    /// `config.json` of a folder that has one.
+    pub fn config(&self) -> Option<&Value> {
+        match &self.source {
+            Source::Folder { config, .. } if !config.is_null() => Some(config),
+            _ => None,
+        }
+    }
+
+    /// `config.json`, or the error that names it.
+    pub fn require_config(&self) -> Result<&Value, FilesError> {
+        self.config().ok_or_else(|| FilesError::MissingKey {
+            file: self.path().to_owned(),
+            key: "config.json".into(),
+        })
+    }
+
+    /// `generation_config.json` of a folder that has one.
+    pub fn generation_config(&self) -> Option<&Value> {
+        match &self.source {
+            Source::Folder { generation_config, .. } => generation_config.as_ref(),
+            Source::Gguf { .. } => None,
+        }
+    }
+
+    /// Whether this is a GGUF.
+    pub fn is_gguf(&self) -> bool {
+        matches!(self.source, Source::Gguf { .. })
+    }
+
+    /// The GGUF (of a split set, its first file) or the folder.
+    pub fn path(&self) -> &Path {
+        match &self.source {
+            Source::Folder { dir, .. } => dir,
+            Source::Gguf { .. } => self.files.first().map_or(Path::new(""), |f| &f.path),
+        }
+    }
+
+    /// [`Catalog::path`] for messages.
+    pub fn display_path(&self) -> path::Display<'_> {
+        self.path().display()
+    }
+
+    /// The path of the file a tensor lies in.
+    pub fn file_of(&self, tensor: &TensorInfo) -> &Path {
+        &self.files[tensor.file as usize].path
+    }
+
+    /// Bytes of all tensors.
+    pub fn weight_bytes(&self) -> u64 {
+        self.tensors.values().map(|t| t.len).sum()
+    }
+
+    /// Fails if a file's length or modification time is no longer what it was when opened.
+    pub fn check_unchanged(&self) -> Result<(), FilesError> {
+        self.files.iter().try_for_each(FileEntry::check_unchanged)
+    }
 }

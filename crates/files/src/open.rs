@@ -1,0 +1,170 @@
+//! From a path to a catalog: what kind of thing is it, and which files belong to it.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+
+use crate::catalog::{Catalog, FileEntry};
+use crate::error::{FilesError, Hint, readable};
+use crate::gguf;
+use crate::gguf_split;
+use crate::safetensors_set::{self, Offer};
+use crate::shards;
+
+pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
+    let metadata = fs::metadata(path).map_err(|e| io_error(path, "open", e))?;
+    if metadata.is_dir() {
+        return open_folder(path);
+    }
+    match sniff(path)? {
+        Kind::Gguf => gguf_split::open(path),
+        Kind::Safetensors => {
+            let dir = match path.parent() {
+                Some(dir) if dir != Path::new("") => dir,
+                _ => Path::new("."),
+            };
+            safetensors_set::open_file(path, &file_names(dir)?)
+        }
+    }
+}
+
+fn open_folder(dir: &Path) -> Result<Catalog, FilesError> {
+    let names = file_names(dir)?;
+    let safetensors = safetensors_set::offer(dir, &names)?;
+    let gguf_names = || names.iter().filter(|n| shards::has_extension(n, "gguf"));
+    // Projectors of vision models are published beside the model that they belong to.
+    let is_projector = |name: &str| name.to_ascii_lowercase().contains("mmproj");
+    let ggufs = shards::first_files(gguf_names().map(String::as_str).filter(|n| !is_projector(n)));
+    match (safetensors, ggufs.as_slice()) {
+        (Offer::One(layout), []) => safetensors_set::open_set(dir, layout),
+        (Offer::None, [one]) => open_first(dir, one, &names),
+        (Offer::None, []) => Err(FilesError::UnknownFormat {
+            file: dir.to_owned(),
+            found: "no *.gguf and no *.safetensors in the folder".into(),
+            hint: match names.iter().any(|n| n.ends_with(".bin") || n.ends_with(".pt")) {
+                true => Hint::Pickle,
+                false => Hint::None,
+            },
+        }),
+        (offer, _) => {
+            let mut found = match offer {
+                Offer::None => Vec::new(),
+                Offer::One(layout) => vec![layout.first_file()],
+                Offer::Several(firsts) => firsts,
+            };
+            found.extend(ggufs);
+            Err(FilesError::Ambiguous { dir: dir.to_owned(), found })
+        }
+    }
+}
+
+/// Opens the only GGUF of a folder, whose first shard may be missing.
+fn open_first(dir: &Path, first: &str, names: &[String]) -> Result<Catalog, FilesError> {
+    if let Some(shard) = shards::ShardName::parse(first) {
+        let all = (1..=shard.count).map(|n| shard.sibling(n));
+        let missing: Vec<String> = all.filter(|n| !names.contains(n)).collect();
+        if !missing.is_empty() {
+            let (dir, count) = (dir.to_owned(), shard.count as usize);
+            return Err(FilesError::MissingShard { dir, count, missing });
+        }
+    }
+    open(&dir.join(first))
+}
+
+enum Kind {
+    Gguf,
+    Safetensors,
+}
+
+/// Judges by content; the extension only decides what to say about a file that is neither.
+fn sniff(path: &Path) -> Result<Kind, FilesError> {
+    let (file, entry) = open_regular(path)?;
+    let mut head = Vec::new();
+    file.take(64).read_to_end(&mut head).map_err(|e| io_error(path, "read", e))?;
+    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
+    let hint = Hint::of(&head);
+
+    if head.starts_with(gguf::MAGIC) {
+        return Ok(Kind::Gguf);
+    }
+    let named_gguf = shards::has_extension(name, "gguf");
+    if hint != Hint::None || (named_gguf && head.get(8) != Some(&b'{') && head.len() >= 4) {
+        return Err(FilesError::BadMagic {
+            file: path.to_owned(),
+            expected: if named_gguf { "\"GGUF\"" } else { "a model file" },
+            found: readable(&head),
+            hint,
+        });
+    }
+    if head.get(8) == Some(&b'{') || shards::has_extension(name, "safetensors") {
+        return Ok(Kind::Safetensors);
+    }
+    if head.len() < 9 {
+        return Err(FilesError::Truncated {
+            file: path.to_owned(),
+            what: "header".into(),
+            expected: 9,
+            found: entry.len,
+        });
+    }
+    Err(FilesError::UnknownFormat { file: path.to_owned(), found: readable(&head), hint })
+}
+
+/// Names of what lies in a folder. Names that are not text cannot be those of a model's files.
+fn file_names(dir: &Path) -> Result<Vec<String>, FilesError> {
+    let entries = fs::read_dir(dir).map_err(|e| io_error(dir, "list", e))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|e| io_error(dir, "list", e))?;
+        names.extend(entry.file_name().into_string());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Which of the names do not lead to a file in `dir`.
+pub(crate) fn absent<'a>(dir: &Path, names: impl Iterator<Item = &'a String>) -> Vec<String> {
+    names.filter(|name| !dir.join(name).is_file()).cloned().collect()
+}
+
+/// Opens a file and takes down its length and time. Only a regular file: a pipe would block.
+pub(crate) fn open_regular(path: &Path) -> Result<(File, FileEntry), FilesError> {
+    let metadata = fs::metadata(path).map_err(|e| io_error(path, "open", e))?;
+    if !metadata.is_file() {
+        return Err(FilesError::UnknownFormat {
+            file: path.to_owned(),
+            found: "not a regular file".into(),
+            hint: Hint::None,
+        });
+    }
+    let file = File::open(path).map_err(|e| io_error(path, "open", e))?;
+    // Of the file that is now open, whatever the path leads to by then.
+    let metadata = file.metadata().map_err(|e| io_error(path, "examine", e))?;
+    Ok((file, FileEntry::new(path, &metadata)))
+}
+
+/// The bytes of a small text file; `None` if there is none.
+pub(crate) fn read_text(path: &Path, limit: u64) -> Result<Option<Vec<u8>>, FilesError> {
+    let (file, entry) = match open_regular(path) {
+        Ok(opened) => opened,
+        Err(FilesError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            return Ok(None);
+        }
+        Err(e) => return Err(e),
+    };
+    if entry.len > limit {
+        return Err(FilesError::LimitExceeded {
+            file: path.to_owned(),
+            what: "length".into(),
+            limit,
+            found: entry.len,
+        });
+    }
+    let mut bytes = Vec::new();
+    file.take(limit).read_to_end(&mut bytes).map_err(|e| io_error(path, "read", e))?;
+    Ok(Some(bytes))
+}
+
+fn io_error(path: &Path, action: &'static str, source: io::Error) -> FilesError {
+    FilesError::Io { file: path.to_owned(), action, source }
+}
