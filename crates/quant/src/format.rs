@@ -55,6 +55,19 @@ impl PlaneLayout {
     }
 }
 
+/// How the codes of a quantised format become weights: `w = ws * (code - offset)`, plus `wb` where there is a bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeFacts {
+    /// Subtracted from the unsigned code.
+    pub offset: i32,
+    /// Largest unsigned code: says whether 16-bit partial sums can saturate.
+    pub max_code: u8,
+    /// One scale per 16 weights instead of one per 32.
+    pub halves: bool,
+    /// There is a bias `wb` beside the scale.
+    pub bias: bool,
+}
+
 /// A weight format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -110,31 +123,65 @@ impl Format {
 
     /// The planes of the format, one to three.
     pub fn planes(self) -> Vec<PlaneLayout> {
-        let p = |elements, bytes| PlaneLayout { elements, bytes };
+        let (layouts, n) = self.layouts();
+        layouts[..n].to_vec()
+    }
+
+    /// As [`Format::planes`] without the allocation: the layouts and how many of them count.
+    pub const fn layouts(self) -> ([PlaneLayout; 3], usize) {
+        const fn p(elements: usize, bytes: usize) -> PlaneLayout {
+            PlaneLayout { elements, bytes }
+        }
+        const NONE: PlaneLayout = p(1, 0);
         match self {
-            Format::F32 => vec![p(1, 4)],
-            Format::F16 | Format::Bf16 => vec![p(1, 2)],
-            Format::Q8_0 => vec![p(32, 34)],
-            Format::Q4_1 => vec![p(32, 20)],
-            Format::Q5_0 => vec![p(32, 22)],
-            Format::Q4K => vec![p(256, 144)],
-            Format::Q6K => vec![p(256, 210)],
-            Format::Mxfp4 => vec![p(32, 17)],
-            Format::Mxfp4Split => vec![p(32, 16), p(32, 1)],
+            Format::F32 => ([p(1, 4), NONE, NONE], 1),
+            Format::F16 | Format::Bf16 => ([p(1, 2), NONE, NONE], 1),
+            Format::Q8_0 => ([p(32, 34), NONE, NONE], 1),
+            Format::Q4_1 => ([p(32, 20), NONE, NONE], 1),
+            Format::Q5_0 => ([p(32, 22), NONE, NONE], 1),
+            Format::Q4K => ([p(256, 144), NONE, NONE], 1),
+            Format::Q6K => ([p(256, 210), NONE, NONE], 1),
+            Format::Mxfp4 => ([p(32, 17), NONE, NONE], 1),
+            Format::Mxfp4Split => ([p(32, 16), p(32, 1), NONE], 2),
             Format::MlxAffine { bits, group, params } => {
                 let g = group as usize;
-                vec![
-                    p(g, g * bits as usize / 8),
-                    p(g, params.bytes()),
-                    p(g, params.bytes()),
-                ]
+                ([p(g, g * bits as usize / 8), p(g, params.bytes()), p(g, params.bytes())], 3)
             }
         }
     }
 
+    /// What the integer codes of a quantised format mean; `None` for float formats.
+    pub const fn codes(self) -> Option<CodeFacts> {
+        const fn c(offset: i32, max_code: u8, halves: bool, bias: bool) -> Option<CodeFacts> {
+            Some(CodeFacts { offset, max_code, halves, bias })
+        }
+        match self {
+            Format::F32 | Format::F16 | Format::Bf16 => None,
+            Format::Q8_0 => c(128, 255, false, false),
+            Format::Q4_1 | Format::Q4K => c(0, 15, false, true),
+            Format::Q5_0 => c(16, 31, false, false),
+            Format::Q6K => c(32, 63, true, false),
+            Format::Mxfp4 | Format::Mxfp4Split => c(12, 24, false, false),
+            Format::MlxAffine { bits, .. } => c(0, ((1u16 << bits) - 1) as u8, false, true),
+        }
+    }
+
+    /// Bytes that a group of 256 weights takes in each plane.
+    pub const fn group_bytes(self) -> [usize; 3] {
+        let (l, n) = self.layouts();
+        let mut bytes = [0; 3];
+        let mut i = 0;
+        while i < n {
+            bytes[i] = 256 / l[i].elements * l[i].bytes;
+            i += 1;
+        }
+        bytes
+    }
+
     /// Columns must be a multiple of this.
     pub fn block_elements(self) -> usize {
-        self.planes().iter().map(|p| p.elements).max().unwrap_or(1)
+        let (l, n) = self.layouts();
+        l[..n].iter().map(|p| p.elements).max().unwrap_or(1)
     }
 
     /// Whether the `q8` precision has integer arithmetic for this format; float formats compute with
@@ -154,7 +201,8 @@ impl Format {
     /// Bytes of a whole `rows` x `cols` matrix over all planes; `None` when `cols` does not fit or on overflow.
     pub fn matrix_bytes(self, rows: usize, cols: usize) -> Option<u64> {
         let mut total = 0u64;
-        for p in self.planes() {
+        let (l, n) = self.layouts();
+        for p in &l[..n] {
             let b = (p.row_bytes(cols)? as u64).checked_mul(rows as u64)?;
             total = total.checked_add(b)?;
         }

@@ -79,7 +79,8 @@ impl<'a> MatrixView<'a> {
         cols: usize,
         planes: &[PlaneView<'a>],
     ) -> Result<Self, MatrixError> {
-        let layouts = format.planes();
+        let (layouts, n_planes) = format.layouts();
+        let layouts = &layouts[..n_planes];
         if layouts.len() != planes.len() {
             return Err(MatrixError::PlaneCount {
                 format: format.name(),
@@ -141,6 +142,25 @@ impl<'a> MatrixView<'a> {
     /// Number of planes.
     pub fn n_planes(&self) -> usize {
         self.n_planes
+    }
+    /// Bytes of one row in plane `plane`.
+    pub fn row_bytes(&self, plane: usize) -> usize {
+        self.row_bytes[plane]
+    }
+    /// Groups of 256 columns in a row, a shorter last one included.
+    pub fn groups(&self) -> usize {
+        self.cols.div_ceil(256)
+    }
+    /// Bytes of group `group` of row `row` in each plane; fewer for a last group of fewer than 256 columns.
+    pub fn group(&self, row: usize, group: usize) -> [&'a [u8]; 3] {
+        let full = self.format.group_bytes();
+        let mut bytes = [&[][..]; 3];
+        for (plane, bytes) in bytes.iter_mut().enumerate().take(self.n_planes) {
+            let row = self.row(plane, row);
+            let start = group * full[plane];
+            *bytes = &row[start..row.len().min(start + full[plane])];
+        }
+        bytes
     }
     /// Bytes of row `row` in plane `plane`.
     #[inline]

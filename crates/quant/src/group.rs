@@ -1,0 +1,330 @@
+//! Decoding the bytes of a *group* (8 blocks of 32 weights) into unsigned codes, scales and biases.
+//!
+//! This is the one place that knows what the bytes of a format mean; dequantisation, the oracle and the portable
+//! kernels are all built on it, and the SIMD decoders of `forebay-cpu` are tested against it. The functions are
+//! plain loops over fixed sizes and always inlined, so that a caller compiled for a wider vector
+//! unit gets them vectorised for it.
+
+use crate::format::{ActOrder, Format, ParamType};
+
+/// Weights of a block.
+pub const BLOCK: usize = 32;
+/// Blocks of a group, which is also the number of lanes of a `q8` dot product.
+pub const LANES: usize = 8;
+/// Weights of a group.
+pub const GROUP: usize = BLOCK * LANES;
+
+/// A decoded group. Weight `e` of block `b` is `ws[e / 16][b] * (codes[32 b + e] - offset) + wb[e / 16][b]`.
+#[derive(Clone, Debug)]
+#[repr(align(64))]
+pub struct Group {
+    /// Unsigned codes in the order of the weights.
+    pub codes: [u8; GROUP],
+    /// Scales `[half][block]`; both halves are the same in formats with one scale per 32.
+    pub ws: [[f32; LANES]; 2],
+    /// Biases `[half][block]`, signed as they are added; only meaningful in formats that have one.
+    pub wb: [[f32; LANES]; 2],
+}
+
+impl Group {
+    /// A group whose blocks contribute nothing to any sum: scales and biases are -0, and adding -0 changes no
+    /// number.
+    pub const EMPTY: Group =
+        Group { codes: [0; GROUP], ws: [[-0.0; LANES]; 2], wb: [[-0.0; LANES]; 2] };
+}
+
+/// Where dword `j`, byte `k` of a block's packed codes comes from: `ELEMENT[order][j * 4 + k]`.
+const SEQUENTIAL: [u8; BLOCK] = {
+    let mut t = [0; BLOCK];
+    let mut i = 0;
+    while i < BLOCK {
+        t[i] = i as u8;
+        i += 1;
+    }
+    t
+};
+const NIBBLE_PAIRS: [u8; BLOCK] = {
+    let mut t = [0; BLOCK];
+    let mut i = 0;
+    while i < 16 {
+        t[i] = 2 * i as u8;
+        t[16 + i] = 2 * i as u8 + 1;
+        i += 1;
+    }
+    t
+};
+
+impl ActOrder {
+    /// The element of a block at each of the 32 packed places (dword `i / 4`, byte `i % 4`).
+    #[inline(always)]
+    pub const fn elements(self) -> &'static [u8; BLOCK] {
+        match self {
+            ActOrder::Sequential => &SEQUENTIAL,
+            ActOrder::NibblePairs => &NIBBLE_PAIRS,
+        }
+    }
+}
+
+/// Reorders codes from weight order into packed order: `[dword j][block][byte]`, so that in a vector of one `j`
+/// the 32-bit lane is the block.
+#[inline(always)]
+pub fn pack_codes(order: ActOrder, codes: &[u8; GROUP], packed: &mut [u8; GROUP]) {
+    let elements = order.elements();
+    for b in 0..LANES {
+        for (i, &e) in elements.iter().enumerate() {
+            packed[(i / 4) * 32 + b * 4 + i % 4] = codes[b * BLOCK + e as usize];
+        }
+    }
+}
+
+/// Decodes one group. `planes` are the group's bytes, `blocks` how many of the 8 blocks exist; what is said of
+/// the others in [`Group::EMPTY`] holds for the missing ones.
+///
+/// # Panics
+/// If a plane has fewer bytes than the blocks need, or the format is not quantised.
+#[inline(always)]
+pub fn decode_group(format: Format, planes: [&[u8]; 3], blocks: usize, out: &mut Group) {
+    if blocks < LANES {
+        *out = Group::EMPTY;
+    }
+    match format {
+        Format::Q8_0 => q8_0(planes[0], blocks, out),
+        Format::Q4_1 => q4_1(planes[0], blocks, out),
+        Format::Q5_0 => q5_0(planes[0], blocks, out),
+        Format::Q4K => q4_k(planes[0], out),
+        Format::Q6K => q6_k(planes[0], out),
+        Format::Mxfp4 => mxfp4(planes[0], blocks, out),
+        Format::Mxfp4Split => mxfp4_split(planes, blocks, out),
+        Format::MlxAffine { bits, group, params } => {
+            mlx_affine(bits, group as usize, params, planes, blocks, out)
+        }
+        Format::F32 | Format::F16 | Format::Bf16 => panic!("float formats have no codes"),
+    }
+}
+
+/// Half to single, as the hardware converts: denormals exact, NaNs quieted. Branch-free, so it vectorises.
+#[inline(always)]
+pub fn f16_to_f32(h: u16) -> f32 {
+    let em = (h & 0x7fff) as u32;
+    let finite = f32::from_bits(em << 13) * f32::from_bits(0x7780_0000); // 2^112 moves the exponent's bias
+    let special = (em << 13) | 0x7f80_0000 | if em > 0x7c00 { 0x40_0000 } else { 0 };
+    let bits = if em >= 0x7c00 { special } else { finite.to_bits() };
+    f32::from_bits(bits | ((h & 0x8000) as u32) << 16)
+}
+
+/// bfloat16 to single.
+#[inline(always)]
+pub fn bf16_to_f32(h: u16) -> f32 {
+    f32::from_bits((h as u32) << 16)
+}
+
+/// Half of an E8M0 scale, `2^(s - 128)`, exactly; NaN for 255. Half, because E2M1 codes are kept as integers of
+/// twice their value.
+#[inline(always)]
+pub fn e8m0_half(s: u8) -> f32 {
+    f32::from_bits(match s {
+        0 | 1 => 0x0020_0000 << s,
+        255 => 0x7fc0_0000,
+        _ => (s as u32 - 1) << 23,
+    })
+}
+
+#[inline(always)]
+fn f16_at(bytes: &[u8], i: usize) -> f32 {
+    f16_to_f32(u16::from_le_bytes([bytes[i], bytes[i + 1]]))
+}
+
+#[inline(always)]
+fn set_ws(out: &mut Group, b: usize, ws: f32) {
+    out.ws[0][b] = ws;
+    out.ws[1][b] = ws;
+}
+
+#[inline(always)]
+fn set_wb(out: &mut Group, b: usize, wb: f32) {
+    out.wb[0][b] = wb;
+    out.wb[1][b] = wb;
+}
+
+/// Low nibbles to the first 16 codes of a block, high ones to the last 16.
+#[inline(always)]
+fn split_nibbles(bytes: &[u8; 16], codes: &mut [u8; BLOCK]) {
+    for i in 0..16 {
+        codes[i] = bytes[i] & 15;
+        codes[16 + i] = bytes[i] >> 4;
+    }
+}
+
+#[inline(always)]
+fn block_codes(out: &mut Group, b: usize) -> &mut [u8; BLOCK] {
+    (&mut out.codes[b * BLOCK..][..BLOCK]).try_into().expect("32 codes")
+}
+
+#[inline(always)]
+fn array<const N: usize>(bytes: &[u8], at: usize) -> &[u8; N] {
+    bytes[at..][..N].try_into().expect("a slice of N")
+}
+
+#[inline(always)]
+fn q8_0(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 34] = array(bytes, b * 34);
+        set_ws(out, b, f16_at(block, 0));
+        let codes = block_codes(out, b);
+        for i in 0..BLOCK {
+            codes[i] = block[2 + i] ^ 0x80;
+        }
+    }
+}
+
+#[inline(always)]
+fn q4_1(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 20] = array(bytes, b * 20);
+        set_ws(out, b, f16_at(block, 0));
+        set_wb(out, b, f16_at(block, 2));
+        split_nibbles(array(block, 4), block_codes(out, b));
+    }
+}
+
+#[inline(always)]
+fn q5_0(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 22] = array(bytes, b * 22);
+        set_ws(out, b, f16_at(block, 0));
+        let high = u32::from_le_bytes(*array(block, 2));
+        let codes = block_codes(out, b);
+        split_nibbles(array(block, 6), codes);
+        for (i, code) in codes.iter_mut().enumerate() {
+            *code |= ((high >> i) as u8 & 1) << 4;
+        }
+    }
+}
+
+/// The eight 6-bit scales and eight 6-bit minima of a `Q4_K` super-block, one byte each.
+#[inline(always)]
+pub fn q4_k_scales(packed: &[u8; 12]) -> (u64, u64) {
+    let word = |i: usize| u32::from_le_bytes(*array(packed, i)) as u64;
+    let (a, b, c) = (word(0), word(4), word(8));
+    let low6 = 0x3f3f_3f3f;
+    let scales = (a & low6) | ((c & 0x0f0f_0f0f) | (a >> 6 & 0x0303_0303) << 4) << 32;
+    let minima = (b & low6) | ((c >> 4 & 0x0f0f_0f0f) | (b >> 6 & 0x0303_0303) << 4) << 32;
+    (scales, minima)
+}
+
+#[inline(always)]
+fn q4_k(bytes: &[u8], out: &mut Group) {
+    let block: &[u8; 144] = array(bytes, 0);
+    let (d, dmin) = (f16_at(block, 0), f16_at(block, 2));
+    let (scales, minima) = q4_k_scales(array(block, 4));
+    for b in 0..LANES {
+        set_ws(out, b, d * scales.to_le_bytes()[b] as f32);
+        set_wb(out, b, -(dmin * minima.to_le_bytes()[b] as f32));
+    }
+    for pair in 0..4 {
+        let nibbles: &[u8; 32] = array(block, 16 + 32 * pair);
+        for i in 0..32 {
+            out.codes[pair * 64 + i] = nibbles[i] & 15;
+            out.codes[pair * 64 + 32 + i] = nibbles[i] >> 4;
+        }
+    }
+}
+
+#[inline(always)]
+fn q6_k(bytes: &[u8], out: &mut Group) {
+    let block: &[u8; 210] = array(bytes, 0);
+    let d = f16_at(block, 208);
+    for b in 0..LANES {
+        for half in 0..2 {
+            out.ws[half][b] = d * (block[192 + 2 * b + half] as i8) as f32;
+        }
+    }
+    for n in 0..2 {
+        let low: &[u8; 64] = array(block, 64 * n);
+        let high: &[u8; 32] = array(block, 128 + 32 * n);
+        for i in 0..32 {
+            let codes = &mut out.codes[128 * n..];
+            codes[i] = (low[i] & 15) | (high[i] & 3) << 4;
+            codes[32 + i] = (low[32 + i] & 15) | (high[i] >> 2 & 3) << 4;
+            codes[64 + i] = (low[i] >> 4) | (high[i] >> 4 & 3) << 4;
+            codes[96 + i] = (low[32 + i] >> 4) | (high[i] >> 6) << 4;
+        }
+    }
+}
+
+/// Twice the E2M1 values, plus 12.
+pub const E2M1_CODES: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+
+#[inline(always)]
+fn mxfp4(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 17] = array(bytes, b * 17);
+        set_ws(out, b, e8m0_half(block[0]));
+        let codes = block_codes(out, b);
+        split_nibbles(array(block, 1), codes);
+        codes.iter_mut().for_each(|c| *c = E2M1_CODES[*c as usize]);
+    }
+}
+
+#[inline(always)]
+fn mxfp4_split(planes: [&[u8]; 3], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 16] = array(planes[0], b * 16);
+        set_ws(out, b, e8m0_half(planes[1][b]));
+        let codes = block_codes(out, b);
+        for i in 0..16 {
+            codes[2 * i] = E2M1_CODES[(block[i] & 15) as usize];
+            codes[2 * i + 1] = E2M1_CODES[(block[i] >> 4) as usize];
+        }
+    }
+}
+
+/// One number of an MLX parameter plane.
+#[inline(always)]
+pub fn param_at(params: ParamType, bytes: &[u8], i: usize) -> f32 {
+    match params {
+        ParamType::Bf16 => bf16_to_f32(u16::from_le_bytes(*array(bytes, 2 * i))),
+        ParamType::F16 => f16_at(bytes, 2 * i),
+        ParamType::F32 => f32::from_le_bytes(*array(bytes, 4 * i)),
+    }
+}
+
+#[inline(always)]
+fn mlx_affine(
+    bits: u8,
+    group: usize,
+    params: ParamType,
+    planes: [&[u8]; 3],
+    blocks: usize,
+    out: &mut Group,
+) {
+    for b in 0..blocks {
+        let i = b * BLOCK / group;
+        set_ws(out, b, param_at(params, planes[1], i));
+        set_wb(out, b, param_at(params, planes[2], i));
+        let block = &planes[0][b * 4 * bits as usize..][..4 * bits as usize];
+        unpack_bits(bits, block, block_codes(out, b));
+    }
+}
+
+/// 32 codes of `bits` bits from a little-endian bit stream, lowest first.
+#[inline(always)]
+fn unpack_bits(bits: u8, bytes: &[u8], codes: &mut [u8; BLOCK]) {
+    match bits {
+        4 => {
+            for i in 0..16 {
+                codes[2 * i] = bytes[i] & 15;
+                codes[2 * i + 1] = bytes[i] >> 4;
+            }
+        }
+        8 => codes.copy_from_slice(bytes),
+        _ => {
+            for (i, code) in codes.iter_mut().enumerate() {
+                let (byte, shift) = (i * bits as usize / 8, i * bits as usize % 8);
+                let next = bytes.get(byte + 1).copied().unwrap_or(0);
+                let word = u16::from_le_bytes([bytes[byte], next]);
+                *code = (word >> shift) as u8 & ((1u16 << bits) - 1) as u8;
+            }
+        }
+    }
+}
