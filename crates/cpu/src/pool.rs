@@ -5,6 +5,10 @@
 //! has more threads than the machine has cores, spinning would steal the time of the threads that
 //! work, so the spin is cut to [`SPIN_OVERSUBSCRIBED`].
 //!
+//! A job has one share per thread. A thread that the system has not woken yet, or has taken off its
+//! core, does not hold up the rest: the caller, done with its own share, takes over those that nobody has
+//! begun. So a job is never slower than the caller alone would be, but for shares already begun.
+//!
 //! Work is split by output rows, never by the terms of a sum: no result depends on the number of threads.
 //!
 //! Not here: what a job computes. Jobs must not wait for one another.
@@ -43,12 +47,14 @@ struct Shared {
     /// Counts published jobs; a change wakes the threads.
     epoch: AtomicUsize,
     job: Mutex<Option<Job>>,
-    /// Threads that have not finished the current job.
-    running: AtomicUsize,
+    /// Per share, the epoch in which it was last begun. Whoever raises it by one runs the share.
+    claims: Box<[AtomicUsize]>,
+    /// Shares of the current job, the caller's own excepted, that are not finished.
+    unfinished: AtomicUsize,
     stop: AtomicBool,
     /// Threads asleep, waiting for `epoch`.
     sleepers: AtomicUsize,
-    /// The caller sleeps, waiting for `running` to reach 0.
+    /// The caller sleeps, waiting for `unfinished` to reach 0.
     caller_sleeps: AtomicBool,
     /// Guards both condition variables.
     lock: Mutex<()>,
@@ -72,7 +78,8 @@ impl Pool {
         let shared = Arc::new(Shared {
             epoch: AtomicUsize::new(0),
             job: Mutex::new(None),
-            running: AtomicUsize::new(0),
+            claims: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
+            unfinished: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
             caller_sleeps: AtomicBool::new(false),
@@ -100,7 +107,8 @@ impl Pool {
         self.threads.len() + 1
     }
 
-    /// Runs `job(thread_index)` once on every thread and returns when all are done.
+    /// Runs `job(index)` once for every `index < threads()` and returns when all are done. No two run at
+    /// once on one thread; usually each has a thread of its own.
     ///
     /// A panic in any of them is raised again here after the others have finished; the pool stays
     /// usable. Called from inside a job, it runs `job(0)`, `job(1)`, ... one after another on the
@@ -112,17 +120,25 @@ impl Pool {
             }
             return;
         }
-        let _turn = lock(&self.turn);
+        let turn = lock(&self.turn);
         // SAFETY: only the lifetime changes. `job` outlives this call, and no thread touches it after
-        // this call: `finish` returns only once every thread has counted itself out of `running`, which
-        // is the last thing a thread does with a job, panic or not; and nothing between `publish`
-        // and `finish` can unwind, since the caller's own share runs inside `run_share`.
+        // this call: a thread reads the job only after it has claimed a share of this epoch, and `finish`
+        // returns only once all shares are claimed and counted out of `unfinished`, which is the last
+        // thing a thread does with a job, panic or not. Nothing between `publish` and `finish` can
+        // unwind, since the caller's shares run inside `run_share`.
         let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(job) };
-        self.shared.publish(job, self.threads.len());
-        self.shared.run_share(job, 0);
-        self.shared.finish();
+        let shared = &*self.shared;
+        let epoch = shared.publish(job);
+        shared.run_share(job, 0);
+        for index in 1..self.threads() {
+            if shared.claim(index, epoch) {
+                shared.run_share(job, index);
+                shared.unfinished.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        shared.finish();
         let panic = lock(&self.shared.panic).take();
-        drop(_turn);
+        drop(turn);
         if let Some(panic) = panic {
             resume_unwind(panic);
         }
@@ -170,15 +186,27 @@ impl Shared {
             if self.stop.load(Ordering::SeqCst) {
                 return;
             }
-            let job = lock(&self.job).expect("a job is published before its epoch");
+            if !self.claim(index, seen) {
+                continue;
+            }
+            let job = lock(&self.job).expect("a job stays until all its shares are finished");
             self.run_share(job, index);
-            if self.running.fetch_sub(1, Ordering::SeqCst) == 1
+            if self.unfinished.fetch_sub(1, Ordering::SeqCst) == 1
                 && self.caller_sleeps.load(Ordering::SeqCst)
             {
                 let _guard = lock(&self.lock);
                 self.done.notify_one();
             }
         }
+    }
+
+    /// Whether the calling thread is the one to run share `index` in `epoch`. Fails for an epoch that has
+    /// passed: all its shares were claimed.
+    fn claim(&self, index: usize, epoch: usize) -> bool {
+        let before = epoch.wrapping_sub(1);
+        self.claims[index]
+            .compare_exchange(before, epoch, Ordering::SeqCst, Ordering::SeqCst)
+            .is_ok()
     }
 
     /// Waits until the epoch differs from `seen` and returns it.
@@ -204,18 +232,21 @@ impl Shared {
         epoch
     }
 
-    fn publish(&self, job: Job, threads: usize) {
+    /// Announces `job` and returns its epoch.
+    fn publish(&self, job: Job) -> usize {
         *lock(&self.job) = Some(job);
-        self.running.store(threads, Ordering::SeqCst);
-        self.announce();
+        self.unfinished.store(self.claims.len() - 1, Ordering::SeqCst);
+        self.announce()
     }
 
-    fn announce(&self) {
-        self.epoch.fetch_add(1, Ordering::SeqCst);
+    /// Begins an epoch, wakes the threads and returns it.
+    fn announce(&self) -> usize {
+        let epoch = self.epoch.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             let _guard = lock(&self.lock);
             self.wake.notify_all();
         }
+        epoch
     }
 
     /// Runs one thread's share; keeps a panic for the caller.
@@ -228,9 +259,9 @@ impl Shared {
         }
     }
 
-    /// Waits until no thread runs the job.
+    /// Waits until every share is finished.
     fn finish(&self) {
-        let done = || (self.running.load(Ordering::SeqCst) == 0).then_some(());
+        let done = || (self.unfinished.load(Ordering::SeqCst) == 0).then_some(());
         if spin_until(self.spin, done).is_none() {
             let mut guard = lock(&self.lock);
             self.caller_sleeps.store(true, Ordering::SeqCst);

@@ -10,6 +10,7 @@
 use std::ops::Range;
 
 use super::layout::{BLOCK, Block, KvLayout};
+use super::tile::{Lanes, sums};
 use super::{AttnParams, AttnRow, KvPages};
 use crate::dispatch::per_level;
 use crate::rows::Rows;
@@ -54,8 +55,15 @@ impl Unit<'_> {
 /// Floats of scratch for `queries` queries.
 pub(super) fn scratch_len(layout: &KvLayout, queries: usize) -> usize {
     let (hd, vp) = (layout.head_dim, layout.padded_v());
-    BLOCK * (hd + vp + 2) + queries * (hd + BLOCK + vp + 6)
+    let block = BLOCK * (hd + vp) + 2 * BLOCK;
+    let per_query = [hd, BLOCK, vp, 1, 1, 1, 1, 1, 1];
+    let queries: usize = per_query.iter().map(|n| (queries * n).next_multiple_of(LINE)).sum();
+    LINE + block + queries
 }
+
+/// Floats of a cache line. Every part of the scratch starts on one: vector loads that straddle two
+/// lines cost twice.
+const LINE: usize = 16;
 
 /// Working memory of a unit; `n` queries.
 struct Scratch<'a> {
@@ -82,11 +90,12 @@ impl<'a> Scratch<'a> {
             buffer.resize(needed, 0.0);
         }
         let (hd, vp) = (layout.head_dim, layout.padded_v());
-        let mut rest = &mut buffer[..];
+        let aligned = buffer.as_ptr().align_offset(LINE * size_of::<f32>()).min(LINE);
+        let mut rest = &mut buffer[aligned..];
         let mut take = |len: usize| {
-            let (part, others) = std::mem::take(&mut rest).split_at_mut(len);
+            let (part, others) = std::mem::take(&mut rest).split_at_mut(len.next_multiple_of(LINE));
             rest = others;
-            part
+            &mut part[..len]
         };
         Scratch {
             block: Block {
@@ -108,12 +117,12 @@ impl<'a> Scratch<'a> {
     }
 }
 
-/// Computes a unit; `write(row, head, acc, l)` receives each query's result, `out = acc / l`.
+/// Computes a unit; `write(row, head, out)` receives each query's result, `[v_head_dim]`.
 pub(super) fn attend_unit(
     level: Level,
     unit: &Unit,
     buffer: &mut Vec<f32>,
-    mut write: impl FnMut(usize, usize, &[f32], f32),
+    mut write: impl FnMut(usize, usize, &[f32]),
 ) {
     let layout = &unit.kv.layout;
     let (hd, vp, group) = (layout.head_dim, layout.padded_v(), unit.heads.len());
@@ -148,45 +157,84 @@ pub(super) fn attend_unit(
         }
     }
 
-    for i in 0..unit.queries() {
+    finish(level, unit, &mut scratch);
+    for (i, acc) in scratch.acc.chunks_exact(vp).enumerate() {
         let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
-        let acc = &mut scratch.acc[i * vp..][..layout.v_head_dim];
-        let mut l = scratch.l[i];
-        if let Some(sinks) = unit.params.sinks {
-            let (m, sink) = (scratch.m[i], sinks[head]);
-            let max = if sink > m { sink } else { m };
-            let old = exp(m - max);
-            l = l.mul_add(old, exp(sink - max));
-            for a in acc.iter_mut() {
-                *a *= old;
-            }
-        }
-        write(row, head, acc, l);
+        write(row, head, &acc[..layout.v_head_dim]);
     }
 }
 
 per_level! {
-    fn attend_block(unit: &Unit, rows: Range<usize>, b: usize, scratch: &mut Scratch)
-        = avx512: block_body::<4>, avx2: block_body::<2>, portable: block_body::<1>
+    /// Merges the sinks, and divides: `acc` is then the output.
+    fn finish(unit: &Unit, scratch: &mut Scratch) = {
+        #[inline(always)]
+        fn body(unit: &Unit, scratch: &mut Scratch) {
+            let group = unit.heads.len();
+            let vp = unit.kv.layout.padded_v();
+            for (i, acc) in scratch.acc.chunks_exact_mut(vp).enumerate() {
+                let (m, mut l) = (scratch.m[i], scratch.l[i]);
+                if let Some(sinks) = unit.params.sinks {
+                    let sink = sinks[unit.heads.start + i % group];
+                    let max = if sink > m { sink } else { m };
+                    let old = exp(m - max);
+                    l = l.mul_add(old, exp(sink - max));
+                    for a in acc.iter_mut() {
+                        *a *= old;
+                    }
+                }
+                for a in acc.iter_mut() {
+                    *a /= l;
+                }
+            }
+        }
+        body
+    }
 }
+
+// `per_level` runs the first two only where the machine has their registers; NEON is part of AArch64.
+per_level! {
+    fn attend_block(unit: &Unit, rows: Range<usize>, b: usize, scratch: &mut Scratch)
+        = avx512: block_body::<std::arch::x86_64::__m512, 2, 4>,
+          avx2: block_body::<std::arch::x86_64::__m256, 4, 2>,
+          portable: block_body::<Widest, WIDEST_N, WIDEST_T>
+}
+
+#[cfg(target_arch = "aarch64")]
+type Widest = std::arch::aarch64::float32x4_t;
+#[cfg(target_arch = "aarch64")]
+const WIDEST_N: usize = 8;
+#[cfg(target_arch = "aarch64")]
+const WIDEST_T: usize = 2;
+#[cfg(not(target_arch = "aarch64"))]
+type Widest = super::tile::Portable;
+#[cfg(not(target_arch = "aarch64"))]
+const WIDEST_N: usize = 4;
+#[cfg(not(target_arch = "aarch64"))]
+const WIDEST_T: usize = 1;
 
 /// Merges block `b`, widened in `scratch.block`, into the state of the queries of `rows`.
 #[inline(always)]
-fn block_body<const T: usize>(unit: &Unit, rows: Range<usize>, b: usize, scratch: &mut Scratch) {
+fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
+    unit: &Unit,
+    rows: Range<usize>,
+    b: usize,
+    scratch: &mut Scratch,
+) {
     let layout = &unit.kv.layout;
     let (hd, vp, group) = (layout.head_dim, layout.padded_v(), unit.heads.len());
     let q8 = layout.kv_type == super::KvType::Q8;
     let queries = rows.start * group..rows.end * group;
 
     // s = q . k
+    let keys = &scratch.block.keys[..];
     let mut i = queries.start;
     while i < queries.end {
         let n = if queries.end - i >= T { T } else { 1 };
         let (q, s) = (&scratch.q[i * hd..], &mut scratch.s[i * BLOCK..]);
         if n == T {
-            store(sums::<T>(q, hd, scratch.block.keys, BLOCK, 0..hd), s);
+            store(sums_of::<V, N, T>((q, hd), (keys, BLOCK), 0..hd), s);
         } else {
-            store(sums::<1>(q, hd, scratch.block.keys, BLOCK, 0..hd), s);
+            store(sums_of::<V, N, 1>((q, hd), (keys, BLOCK), 0..hd), s);
         }
         i += n;
     }
@@ -213,27 +261,29 @@ fn block_body<const T: usize>(unit: &Unit, rows: Range<usize>, b: usize, scratch
         }
     }
 
-    // l_b, positions ascending (adding +0 changes nothing); eight queries at once.
+    // l_b, positions ascending (adding +0 changes nothing); several queries side by side.
     let mut i = queries.start;
     while i < queries.end {
-        if queries.end - i >= 8 {
-            column_sums::<8>(&scratch.s[i * BLOCK..], &mut scratch.l_b[i..]);
-            i += 8;
-        } else {
-            column_sums::<1>(&scratch.s[i * BLOCK..], &mut scratch.l_b[i..]);
-            i += 1;
-        }
+        let (s, l_b) = (&scratch.s[i * BLOCK..], &mut scratch.l_b[i..]);
+        i += match queries.end - i {
+            8.. => column_sums::<8>(s, l_b),
+            4.. => column_sums::<4>(s, l_b),
+            _ => column_sums::<1>(s, l_b),
+        };
     }
 
     // The merge's factors, and l.
-    for i in queries.clone() {
-        let (m, m_b) = (scratch.m[i], scratch.m_b[i]);
-        let max = if m_b > m { m_b } else { m };
-        let (old, new) = (exp(m - max), exp(m_b - max));
-        scratch.m[i] = max;
-        scratch.l[i] = scratch.l[i].mul_add(old, scratch.l_b[i] * new);
-        scratch.old[i] = old;
-        scratch.new[i] = new;
+    {
+        let (m, m_b) = (&mut scratch.m[queries.clone()], &scratch.m_b[queries.clone()]);
+        let (l, l_b) = (&mut scratch.l[queries.clone()], &scratch.l_b[queries.clone()]);
+        let (old, new) = (&mut scratch.old[queries.clone()], &mut scratch.new[queries.clone()]);
+        for i in 0..queries.len() {
+            let max = if m_b[i] > m[i] { m_b[i] } else { m[i] };
+            old[i] = exp(m[i] - max);
+            new[i] = exp(m_b[i] - max);
+            m[i] = max;
+            l[i] = l[i].mul_add(old[i], l_b[i] * new[i]);
+        }
     }
 
     // acc_b = p . v, merged into acc.
@@ -260,9 +310,11 @@ fn block_body<const T: usize>(unit: &Unit, rows: Range<usize>, b: usize, scratch
                 let (old, new) = (&scratch.old[i..], &scratch.new[i..]);
                 let acc = &mut scratch.acc[i * vp + d..];
                 if n == T {
-                    merge(sums::<T>(p, BLOCK, v, vp, visible.clone()), old, new, acc, vp);
+                    let acc_b = sums_of::<V, N, T>((p, BLOCK), (v, vp), visible.clone());
+                    merge(acc_b, old, new, acc, vp);
                 } else {
-                    merge(sums::<1>(p, BLOCK, v, vp, visible.clone()), old, new, acc, vp);
+                    let acc_b = sums_of::<V, N, 1>((p, BLOCK), (v, vp), visible.clone());
+                    merge(acc_b, old, new, acc, vp);
                 }
             }
             i += n;
@@ -271,26 +323,16 @@ fn block_body<const T: usize>(unit: &Unit, rows: Range<usize>, b: usize, scratch
     }
 }
 
-/// `sums[t][j]` = from +0, `fma(a[t * a_stride + k], b[k * b_stride + j], sum)` for `k` ascending.
+/// [`sums`], safely.
 #[inline(always)]
-fn sums<const T: usize>(
-    a: &[f32],
-    a_stride: usize,
-    b: &[f32],
-    b_stride: usize,
+fn sums_of<V: Lanes<N>, const N: usize, const T: usize>(
+    a: (&[f32], usize),
+    b: (&[f32], usize),
     ks: Range<usize>,
 ) -> [[f32; BLOCK]; T] {
-    let mut sums = [[0.0f32; BLOCK]; T];
-    for k in ks {
-        let (row, _) = b[k * b_stride..].split_first_chunk::<BLOCK>().expect("rows of 32");
-        for t in 0..T {
-            let x = a[t * a_stride + k];
-            for j in 0..BLOCK {
-                sums[t][j] = x.mul_add(row[j], sums[t][j]);
-            }
-        }
-    }
-    sums
+    // SAFETY: reached from `attend_block` only, which runs a vector type's body only where the machine has
+    // its instructions.
+    unsafe { sums::<V, N, T>(a, b, ks) }
 }
 
 #[inline(always)]
@@ -319,17 +361,16 @@ fn merge<const T: usize>(
 /// Replaces visible scores by `exp(s - max)`, masked ones by +0, and returns the maximum of the visible.
 #[inline(always)]
 fn softmax_numerators(s: &mut [f32; BLOCK], lo: u32, hi: u32) -> f32 {
+    // NaN is passed over here (no comparison with it is true) and comes back out of exp.
     let mut lanes = [f32::NEG_INFINITY; BLOCK];
     for j in 0..BLOCK {
         let visible = (j as u32) >= lo && (j as u32) < hi;
-        lanes[j] = if visible { s[j] } else { f32::NEG_INFINITY };
+        lanes[j] = if visible & (s[j] > f32::NEG_INFINITY) { s[j] } else { f32::NEG_INFINITY };
     }
-    // NaN is passed over here and comes back out of exp.
     let mut half = BLOCK / 2;
     while half > 0 {
         for j in 0..half {
             let (a, b) = (lanes[j], lanes[j + half]);
-            let a = if a.is_nan() { f32::NEG_INFINITY } else { a };
             lanes[j] = if b > a { b } else { a };
         }
         half /= 2;
@@ -343,9 +384,9 @@ fn softmax_numerators(s: &mut [f32; BLOCK], lo: u32, hi: u32) -> f32 {
     max
 }
 
-/// `out[t]` = the sum of row `t` of `s` `[T, BLOCK]`, ascending.
+/// `out[t]` = the sum of row `t` of `s` `[T, BLOCK]`, ascending. Returns `T`.
 #[inline(always)]
-fn column_sums<const T: usize>(s: &[f32], out: &mut [f32]) {
+fn column_sums<const T: usize>(s: &[f32], out: &mut [f32]) -> usize {
     let s = &s[..T * BLOCK];
     let mut sums = [0.0f32; T];
     for j in 0..BLOCK {
@@ -354,4 +395,5 @@ fn column_sums<const T: usize>(s: &[f32], out: &mut [f32]) {
         }
     }
     out[..T].copy_from_slice(&sums);
+    T
 }

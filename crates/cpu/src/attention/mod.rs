@@ -24,6 +24,7 @@ mod kernel;
 mod layout;
 #[cfg(test)]
 mod tests;
+mod tile;
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -143,13 +144,10 @@ pub fn attend(
                 q,
             };
             SCRATCH.with_borrow_mut(|scratch| {
-                kernel::attend_unit(level, &unit, scratch, |row, head, acc, l| {
+                kernel::attend_unit(level, &unit, scratch, |row, head, result| {
                     let start = row * out_stride + head * v_head_dim;
                     // SAFETY: each (row, head) belongs to one unit, and units are handed out once.
-                    let out = unsafe { out.slice(start..start + v_head_dim) };
-                    for (o, a) in out.iter_mut().zip(acc) {
-                        *o = a / l;
-                    }
+                    unsafe { out.slice(start..start + v_head_dim) }.copy_from_slice(result);
                 });
             });
         }
