@@ -259,7 +259,8 @@ impl Catalog {
     /// Opens a model and checks the headers of all its files. `path` is
     /// - a GGUF file, or the first file of a split set (`-00001-of-00003.gguf`);
     /// - a folder with `model.safetensors`, with shards and their index, or with one other set of
-    ///   safetensors files; or else with exactly one GGUF or split set (`mmproj` files apart);
+    ///   safetensors files; or else with exactly one GGUF or split set (`mmproj` and `imatrix` files
+    ///   apart);
     /// - one safetensors file; the `config.json` beside it belongs to it.
     ///
     /// What a file is is told by its content. No weight is read.
@@ -270,6 +271,14 @@ impl Catalog {
     /// A tensor by its name in the file.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
+    }
+
+    /// A tensor by its name in the file, or the error that names it.
+    pub fn require_tensor(&self, name: &str) -> Result<&TensorInfo, FilesError> {
+        self.tensor(name).ok_or_else(|| FilesError::MissingTensor {
+            file: self.path().to_owned(),
+            tensor: name.to_owned(),
+        })
     }
 
     /// A GGUF metadata value.

@@ -61,7 +61,7 @@ pub enum FilesError {
         hint: Hint,
     },
     /// A folder with more than one model.
-    #[error("{f}: the folder holds several models, name one of them: {}", found.join(", "), f = shown(dir))]
+    #[error("{f}: the folder holds several models, name one of them: {}", list(found), f = shown(dir))]
     Ambiguous {
         /// The folder.
         dir: PathBuf,
@@ -260,7 +260,7 @@ pub enum FilesError {
         tensor: String,
     },
     /// Files of a set are missing.
-    #[error("{d}: {n} of {count} shards are missing, download them: {}", missing.join(", "),
+    #[error("{d}: {n} of {count} shards are missing, download them: {}", list(missing),
             d = shown(dir), n = missing.len())]
     MissingShard {
         /// Folder of the set.
@@ -558,6 +558,17 @@ pub(crate) fn readable(bytes: &[u8]) -> String {
 fn shown(path: &Path) -> String {
     let text = path.display().to_string();
     if text.contains(char::is_control) { text.escape_debug().to_string() } else { text }
+}
+
+/// All of any real set's names, on one line.
+fn list(names: &[String]) -> String {
+    const MOST: usize = 1000;
+    let shown = names.iter().take(MOST).map(|n| n.escape_debug().to_string());
+    let shown = shown.collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(MOST) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
 }
 
 fn neighbour(name: &Option<String>) -> String {

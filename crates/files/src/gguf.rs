@@ -201,12 +201,12 @@ impl<R: Read> Parser<R> {
         let mut metadata = BTreeMap::new();
         for index in 0..n_keys {
             let key = self.string(MAX_NAME_BYTES, Place::KeyName { index })?;
-            let value_type = self.value_type(Place::Key(&key))?;
-            let value = self.value(value_type, 0, Place::Key(&key))?;
             if metadata.contains_key(&key) {
                 let file = self.reader.file().to_owned();
                 return Err(FilesError::DuplicateKey { file, key });
             }
+            let value_type = self.value_type(Place::Key(&key))?;
+            let value = self.value(value_type, 0, Place::Key(&key))?;
             metadata.insert(key, value);
         }
         Ok(metadata)
@@ -295,11 +295,12 @@ impl<R: Read> Parser<R> {
         let mut tensors = BTreeMap::new();
         for index in 0..n_tensors {
             let name = self.string(MAX_NAME_BYTES, Place::TensorName { index })?;
-            let tensor = self.tensor(name, alignment)?;
-            if tensors.contains_key(&tensor.name) {
-                let (file, tensor) = (self.reader.file().to_owned(), tensor.name);
-                return Err(FilesError::DuplicateName { file, tensor, other: None });
+            // Before its offset is looked at: a duplicate is not an offset fault.
+            if tensors.contains_key(&name) {
+                let file = self.reader.file().to_owned();
+                return Err(FilesError::DuplicateName { file, tensor: name, other: None });
             }
+            let tensor = self.tensor(name, alignment)?;
             tensors.insert(tensor.name.clone(), tensor);
         }
         Ok(tensors)

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::catalog::{Catalog, FileEntry, MetaValue, Source, TensorInfo};
 use crate::error::{FilesError, ShardFault};
 use crate::gguf::{self, Header};
-use crate::open::{absent, open_regular};
+use crate::open::{absent, open_weights};
 use crate::shards::ShardName;
 
 const NUMBER_KEY: &str = "split.no";
@@ -44,7 +44,7 @@ pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
 }
 
 fn read(path: &Path) -> Result<(Header, FileEntry), FilesError> {
-    let (file, entry) = open_regular(path)?;
+    let (file, entry) = open_weights(path, "\"GGUF\"")?;
     Ok((gguf::read_header(file, entry.len, path)?, entry))
 }
 

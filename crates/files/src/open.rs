@@ -1,7 +1,7 @@
 //! From a path to a catalog: what kind of thing is it, and which files belong to it.
 
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind, Read, Seek};
 use std::path::Path;
 
 use crate::catalog::{Catalog, FileEntry};
@@ -23,7 +23,7 @@ pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
                 Some(dir) if dir != Path::new("") => dir,
                 _ => Path::new("."),
             };
-            safetensors_set::open_file(path, &file_names(dir)?)
+            safetensors_set::open_file(path, dir, &file_names(dir)?)
         }
     }
 }
@@ -31,10 +31,7 @@ pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
 fn open_folder(dir: &Path) -> Result<Catalog, FilesError> {
     let names = file_names(dir)?;
     let safetensors = safetensors_set::offer(dir, &names)?;
-    let gguf_names = || names.iter().filter(|n| shards::has_extension(n, "gguf"));
-    // Projectors of vision models are published beside the model that they belong to.
-    let is_projector = |name: &str| name.to_ascii_lowercase().contains("mmproj");
-    let ggufs = shards::first_files(gguf_names().map(String::as_str).filter(|n| !is_projector(n)));
+    let ggufs = shards::first_files(model_ggufs(&names).into_iter());
     match (safetensors, ggufs.as_slice()) {
         (Offer::One(layout), []) => safetensors_set::open_set(dir, layout),
         (Offer::None, [one]) => open_first(dir, one, &names),
@@ -58,6 +55,18 @@ fn open_folder(dir: &Path) -> Result<Catalog, FilesError> {
     }
 }
 
+/// The GGUFs of a folder, without what is published beside a model: projectors of vision models and
+/// importance matrices. If there is nothing else, these.
+fn model_ggufs(names: &[String]) -> Vec<&str> {
+    let is_companion = |name: &&str| {
+        let name = name.to_ascii_lowercase();
+        name.contains("mmproj") || name.contains("imatrix")
+    };
+    let ggufs = names.iter().map(String::as_str).filter(|n| shards::has_extension(n, "gguf"));
+    let (companions, models): (Vec<&str>, Vec<&str>) = ggufs.partition(is_companion);
+    if models.is_empty() { companions } else { models }
+}
+
 /// Opens the only GGUF of a folder, whose first shard may be missing.
 fn open_first(dir: &Path, first: &str, names: &[String]) -> Result<Catalog, FilesError> {
     if let Some(shard) = shards::ShardName::parse(first) {
@@ -71,6 +80,9 @@ fn open_first(dir: &Path, first: &str, names: &[String]) -> Result<Catalog, File
     open(&dir.join(first))
 }
 
+/// Up to a safetensors header's opening brace.
+const SHORTEST_BYTES: usize = 9;
+
 enum Kind {
     Gguf,
     Safetensors,
@@ -79,35 +91,32 @@ enum Kind {
 /// Judges by content; the extension only decides what to say about a file that is neither.
 fn sniff(path: &Path) -> Result<Kind, FilesError> {
     let (file, entry) = open_regular(path)?;
-    let mut head = Vec::new();
-    file.take(64).read_to_end(&mut head).map_err(|e| io_error(path, "read", e))?;
+    let head = read_head(&file, path)?;
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
     let hint = Hint::of(&head);
 
     if head.starts_with(gguf::MAGIC) {
         return Ok(Kind::Gguf);
     }
-    let named_gguf = shards::has_extension(name, "gguf");
-    if hint != Hint::None || (named_gguf && head.get(8) != Some(&b'{') && head.len() >= 4) {
-        return Err(FilesError::BadMagic {
-            file: path.to_owned(),
-            expected: if named_gguf { "\"GGUF\"" } else { "a model file" },
-            found: readable(&head),
-            hint,
-        });
-    }
-    if head.get(8) == Some(&b'{') || shards::has_extension(name, "safetensors") {
+    if hint == Hint::None && head.get(8) == Some(&b'{') {
         return Ok(Kind::Safetensors);
     }
-    if head.len() < 9 {
-        return Err(FilesError::Truncated {
-            file: path.to_owned(),
-            what: "header".into(),
-            expected: 9,
-            found: entry.len,
-        });
+
+    let named_gguf = shards::has_extension(name, "gguf");
+    let named_safetensors = shards::has_extension(name, "safetensors");
+    let (file, found) = (path.to_owned(), readable(&head));
+    if named_safetensors {
+        return Ok(Kind::Safetensors); // its reader says what is wrong
     }
-    Err(FilesError::UnknownFormat { file: path.to_owned(), found: readable(&head), hint })
+    if named_gguf && !gguf::MAGIC.starts_with(&head) {
+        return Err(FilesError::BadMagic { file, expected: "\"GGUF\"", found, hint });
+    }
+    if head.len() < SHORTEST_BYTES {
+        let expected = SHORTEST_BYTES as u64;
+        let what = "header".into();
+        return Err(FilesError::Truncated { file, what, expected, found: entry.len });
+    }
+    Err(FilesError::UnknownFormat { file, found, hint })
 }
 
 /// Names of what lies in a folder. Names that are not text cannot be those of a model's files.
@@ -141,6 +150,30 @@ pub(crate) fn open_regular(path: &Path) -> Result<(File, FileEntry), FilesError>
     // Of the file that is now open, whatever the path leads to by then.
     let metadata = file.metadata().map_err(|e| io_error(path, "examine", e))?;
     Ok((file, FileEntry::new(path, &metadata)))
+}
+
+/// Opens a file that must hold weights in `format`: what stands in for one (a Git LFS pointer, a web
+/// page) is told by its first bytes, before a reader takes them for a header.
+pub(crate) fn open_weights(
+    path: &Path,
+    format: &'static str,
+) -> Result<(File, FileEntry), FilesError> {
+    let (mut file, entry) = open_regular(path)?;
+    let head = read_head(&file, path)?;
+    let hint = Hint::of(&head);
+    if hint != Hint::None {
+        let (file, found) = (path.to_owned(), readable(&head));
+        return Err(FilesError::BadMagic { file, expected: format, found, hint });
+    }
+    file.rewind().map_err(|e| io_error(path, "read", e))?;
+    Ok((file, entry))
+}
+
+fn read_head(file: &File, path: &Path) -> Result<Vec<u8>, FilesError> {
+    const HEAD_BYTES: u64 = 64;
+    let mut head = Vec::new();
+    file.take(HEAD_BYTES).read_to_end(&mut head).map_err(|e| io_error(path, "read", e))?;
+    Ok(head)
 }
 
 /// The bytes of a small text file; `None` if there is none.

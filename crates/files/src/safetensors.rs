@@ -15,7 +15,7 @@ use std::path::Path;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 
 use crate::catalog::{Dtype, TensorInfo};
-use crate::error::{FilesError, Hint, readable};
+use crate::error::{FilesError, Hint, quoted, readable};
 use crate::extents::{self, Extent, Gaps};
 use crate::json;
 use crate::reader::{HeaderReader, Place};
@@ -98,15 +98,17 @@ fn parse(text: &[u8], file: &Path) -> Result<BTreeMap<String, TensorInfo>, Files
     let seed = HeaderSeed { file, current: &current, fault: &fault };
     json::parse_seed(text, file, "header", seed).map_err(|e| {
         // A typed fault goes before serde's text; without one, say at least near which tensor.
-        let near = Place::Tensor(&current.take()).to_string();
+        let near = match current.take() {
+            name if name.is_empty() => Place::Header.to_string(),
+            name => Place::Tensor(&name).to_string(),
+        };
         match (fault.take(), e) {
             (Some(fault), _) => fault,
             (None, FilesError::BadValue { file, expected, found, .. }) => {
                 FilesError::BadValue { file, what: near, expected, found }
             }
             (None, FilesError::BadJson { file, detail, hint, .. }) => {
-                let what = format!("header at {near}");
-                FilesError::BadJson { file, what, detail, hint }
+                FilesError::BadJson { file, what: near, detail, hint }
             }
             (None, other) => other,
         }
@@ -125,7 +127,7 @@ fn tensor(name: &str, entry: Entry, file: &Path) -> Result<TensorInfo, FilesErro
     let (dtype, bits) = dtype(&dtype_name).ok_or_else(|| FilesError::UnknownType {
         file: file.to_owned(),
         tensor: name.to_owned(),
-        found: crate::error::quoted(&dtype_name),
+        found: quoted(&dtype_name),
     })?;
     let &[start, end] = offsets.as_slice() else {
         return Err(bad_value("two data_offsets", format!("{}", offsets.len())));

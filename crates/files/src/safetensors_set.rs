@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::catalog::{Catalog, FileEntry, Source, TensorInfo};
 use crate::error::{FilesError, ShardFault, quoted};
 use crate::json;
-use crate::open::{absent, open_regular, read_text};
+use crate::open::{absent, open_weights, read_text};
 use crate::safetensors;
 use crate::shards::{self, ShardName};
 
@@ -93,9 +93,12 @@ fn set_of(first: &str) -> Vec<String> {
     }
 }
 
-/// Opens one safetensors file, which must not be a mere part of a set.
-pub(crate) fn open_file(path: &Path, siblings: &[String]) -> Result<Catalog, FilesError> {
-    let dir = path.parent().unwrap_or(Path::new(""));
+/// Opens one safetensors file in `dir`, which must not be a mere part of a set.
+pub(crate) fn open_file(
+    path: &Path,
+    dir: &Path,
+    siblings: &[String],
+) -> Result<Catalog, FilesError> {
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
     let fail = |fault| Err(FilesError::ShardMismatch { file: path.to_owned(), fault });
     if let Some(index) = index_name(siblings) {
@@ -140,7 +143,7 @@ fn open_paths(
     let mut hasher = blake3::Hasher::new();
     for path in paths {
         let mismatch = |fault| FilesError::ShardMismatch { file: path.clone(), fault };
-        let (file, entry) = open_regular(&path)?;
+        let (file, entry) = open_weights(&path, "a safetensors header")?;
         let header = safetensors::read_header(file, entry.len, &path)?;
         for (name, mut tensor) in header.tensors {
             if let Some(earlier) = tensors.get(&name) {

@@ -49,6 +49,18 @@ fn gguf() {
             "BadMagic",
             &["Git LFS pointer", "fetch"],
         ),
+        (
+            "tensor twice, the second one also misaligned",
+            with(&[info("w", &[4], T_F32, 0), info("w", &[4], T_F32, 4)], &data),
+            "DuplicateName",
+            &["\"w\""],
+        ),
+        (
+            "alignment beyond the file",
+            keyed(key_u32("general.alignment", 1 << 31)),
+            "Truncated",
+            &["\"w\""],
+        ),
         ("web page", b"<!DOCTYPE html><html></html>".to_vec(), "BadMagic", &["web page"]),
         ("version 1", Gguf { version: 1, ..small_gguf() }.bytes(), "BadVersion", &["1"]),
         ("version 9", Gguf { version: 9, ..small_gguf() }.bytes(), "BadVersion", &["9"]),
@@ -305,8 +317,8 @@ fn neither_format() {
     type Row<'a> = (&'a str, &'a str, &'a [u8], &'a str, &'a [&'a str]);
     let rows: &[Row<'_>] = &[
         ("text", "notes.txt", b"some notes on a model", "UnknownFormat", &["some notes"]),
-        ("pickle", "pytorch_model.bin", b"PK\x03\x04rest of a zip", "BadMagic", &["PyTorch"]),
-        ("old", "old.bin", b"tjgg\x03\0\0\0rest of it", "BadMagic", &["older than GGUF"]),
+        ("pickle", "pytorch_model.bin", b"PK\x03\x04rest of a zip", "UnknownFormat", &["PyTorch"]),
+        ("old", "old.bin", b"tjgg\x03\0\0\0rest of it", "UnknownFormat", &["older than GGUF"]),
         ("short", "x", b"abc", "Truncated", &["3"]),
     ];
     for (row, name, bytes, class, mentions) in rows {

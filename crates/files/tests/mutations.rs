@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
 use common::*;
@@ -157,6 +158,47 @@ fn every_flipped_byte() {
             }
         }
     }
+}
+
+/// Gives a byte at a time, with interruptions; then what `end` says.
+struct Drip<'a> {
+    bytes: &'a [u8],
+    interrupt: bool,
+    end: Option<ErrorKind>,
+}
+
+impl Read for Drip<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        self.interrupt = !self.interrupt;
+        match (self.interrupt, self.bytes.split_first(), self.end) {
+            (true, _, _) => Err(ErrorKind::Interrupted.into()),
+            (false, Some((&byte, rest)), _) => {
+                out[0] = byte;
+                self.bytes = rest;
+                Ok(1)
+            }
+            (false, None, Some(kind)) => Err(kind.into()),
+            (false, None, None) => Ok(0),
+        }
+    }
+}
+
+#[test]
+fn short_reads_and_failures() {
+    let bytes = sound_gguf();
+    let len = bytes.len() as u64;
+    let read = |bytes, end| {
+        let drip = Drip { bytes, interrupt: false, end };
+        gguf::read_header(drip, len, Path::new("f"))
+    };
+    let plain = gguf::read_header(&bytes[..], len, Path::new("f")).unwrap();
+    let dripped = read(&bytes, None).unwrap();
+    assert_eq!((plain.hash, plain.tensors), (dripped.hash, dripped.tensors));
+    // The file shrinks, or the device fails, while its header is read.
+    assert_eq!(read(&bytes[..100], None).unwrap_err().class(), "Truncated");
+    let error = read(&bytes[..100], Some(ErrorKind::Other)).unwrap_err();
+    assert_eq!(error.class(), "IoError");
+    assert!(error.to_string().starts_with("f: cannot read"), "{error}");
 }
 
 proptest! {

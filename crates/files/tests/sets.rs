@@ -68,6 +68,8 @@ fn check(rows: Vec<Row>) {
     }
 }
 
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n";
+
 const T1: &str = "toy-00001-of-00003.gguf";
 const T2: &str = "toy-00002-of-00003.gguf";
 const T3: &str = "toy-00003-of-00003.gguf";
@@ -122,6 +124,14 @@ fn split_gguf() {
             T1,
             "ShardMismatch",
             &["split.count", "2", "3"],
+        ),
+        ("pointer", with(1, POINTER.to_vec()), T1, "BadMagic", &[T2, "Git LFS pointer"]),
+        (
+            "a thousand and more missing",
+            vec![("x-00001-of-09999.gguf", split(0, 9999, 1, "a"))],
+            "",
+            "MissingShard",
+            &["x-01000-of-09999", "and 8998 more"],
         ),
         ("set of one", vec![("x-00001-of-00001.gguf", split(0, 1, 1, "a"))], "", "ok", &["a"]),
     ]);
@@ -209,6 +219,13 @@ fn sharded_safetensors() {
             &["a", "b"],
         ),
         (
+            "pointer",
+            vec![(S1, st("a")), (S2, POINTER.to_vec()), (INDEX, index(whole()))],
+            "",
+            "BadMagic",
+            &[S2, "Git LFS pointer"],
+        ),
+        (
             "one file with an index",
             vec![("model.safetensors", st("a")), (INDEX, index(json!({"a": "model.safetensors"})))],
             "",
@@ -241,6 +258,7 @@ fn folders() {
         ),
         ("one GGUF", vec![("m.gguf", gguf())], "", "ok", &["w"]),
         ("with projector", vec![("m.gguf", gguf()), ("mmproj-m.gguf", gguf())], "", "ok", &["w"]),
+        ("a projector alone", vec![("mmproj-m.gguf", gguf())], "", "ok", &["w"]),
         (
             "two GGUFs",
             vec![("m.gguf", gguf()), ("n.gguf", gguf())],
@@ -314,6 +332,9 @@ fn what_a_catalog_tells() {
     fs::remove_file(dir.path().join("config.json")).unwrap();
     let error = Catalog::open(dir.path()).unwrap().require_config().unwrap_err();
     assert_eq!(error.class(), "MissingKey");
+    let error = folder.require_tensor("lm_head.weight").unwrap_err();
+    assert_eq!(error.class(), "MissingTensor");
+    assert!(error.to_string().contains("lm_head.weight"));
 }
 
 #[test]
@@ -358,6 +379,21 @@ fn large_vocabulary() {
     let tokens = catalog.meta("tokenizer.ggml.tokens").unwrap().as_array().unwrap();
     assert_eq!(tokens.len() as u64, TOKENS);
     assert_eq!(tokens[262_143].as_str(), Some("token 262143"));
+}
+
+/// A file of a tebibyte opens at once: nothing but its header is read.
+#[test]
+fn opening_costs_the_header() {
+    const BYTES: u64 = 1 << 40;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
+    fs::write(&path, Gguf::new(&[info("w", &[BYTES / 4], T_F32, 0)], &[]).bytes()).unwrap();
+    let file = fs::File::options().append(true).open(&path).unwrap();
+    if let Err(e) = file.set_len(file.metadata().unwrap().len() + BYTES) {
+        eprintln!("skipped: no sparse file of that size here: {e}");
+        return;
+    }
+    assert_eq!(Catalog::open(&path).unwrap().weight_bytes(), BYTES);
 }
 
 #[test]
