@@ -3,8 +3,46 @@
 //! What is here: everything that touches the disk for weights, behind one platform trait, and the
 //! bounded cache of experts with its leases ([`ExpertStore`]). What is not here: what the bytes mean to
 //! a kernel beyond a checked [`forebay_quant::MatrixView`].
+//!
+//! From the system upwards: [`platform`] (its calls), [`region`] (memory), [`map`] (mapped files),
+//! [`io`] (one read, whole or an error), [`layout`] (where ranges come to lie), [`queue`] (reads in
+//! flight), [`trunk`] (everything at once), [`spec`] (which experts there are), `cache` (who has to
+//! go), [`store`] with `stream` and `present` (experts on demand, or always there). Beside them
+//! [`memory`] (what the process has and may have), [`bandwidth`] (what the disk can do), [`stats`]
+//! and [`faults`] (for tests).
 
 use forebay_quant::MatrixView;
+
+// The tests beside the code share `tests/common`, which names the crate from outside.
+#[cfg(test)]
+extern crate self as forebay_store;
+
+pub mod bandwidth;
+mod cache;
+pub mod error;
+pub mod faults;
+pub mod io;
+pub mod layout;
+pub mod map;
+pub mod memory;
+pub mod platform;
+mod present;
+pub mod queue;
+pub mod region;
+pub mod spec;
+pub mod stats;
+pub mod store;
+mod stream;
+pub mod trunk;
+
+pub use error::{Reader, StoreError};
+pub use io::{FileSet, IoMode};
+pub use queue::IoOptions;
+pub use region::{HugePages, Region};
+pub use spec::{LayerExperts, StoreSpec};
+pub use stats::{LayerStats, StoreStats};
+pub use store::{ExpertStore, Lease, Residency, open_store};
+pub use trunk::TrunkImage;
 
 /// One expert's matrices in memory. Kernels see this and never a slot index.
 #[derive(Clone, Copy, Debug)]
