@@ -32,6 +32,8 @@ pub(super) struct Unit<'a> {
     pub heads: Range<usize>,
     /// `[batch rows, n_heads * head_dim]`
     pub q: Rows<'a>,
+    /// Keep each block's own result instead of merging it; for [`attend_unit_blocks`].
+    pub partial: bool,
 }
 
 impl Unit<'_> {
@@ -124,9 +126,55 @@ pub(super) fn attend_unit(
     buffer: &mut Vec<f32>,
     mut write: impl FnMut(usize, usize, &[f32]),
 ) {
-    let layout = &unit.kv.layout;
-    let (hd, vp, group) = (layout.head_dim, layout.padded_v(), unit.heads.len());
-    let mut scratch = Scratch::new(buffer, layout, unit.queries());
+    let mut scratch = prepare(unit, buffer);
+    for b in blocks(unit.rows, unit.params.window) {
+        for_each_run(unit, b, |rows, page| {
+            load(level, unit, page, &mut scratch);
+            attend_block(level, unit, rows, b, &mut scratch);
+        });
+    }
+    finish(level, unit, &mut scratch);
+    let (vp, group) = (unit.kv.layout.padded_v(), unit.heads.len());
+    for (i, acc) in scratch.acc.chunks_exact(vp).enumerate() {
+        let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
+        write(row, head, &acc[..unit.kv.layout.v_head_dim]);
+    }
+}
+
+/// Computes the blocks `of` of a partial unit, each by itself; `write(b, row, head, acc_b, m_b, l_b)`
+/// receives the result of each query that sees block `b`; `acc_b` `[padded_v]`.
+pub(super) fn attend_unit_blocks(
+    level: Level,
+    unit: &Unit,
+    of: Range<usize>,
+    buffer: &mut Vec<f32>,
+    mut write: impl FnMut(usize, usize, usize, &[f32], f32, f32),
+) {
+    let (vp, group) = (unit.kv.layout.padded_v(), unit.heads.len());
+    let mut scratch = prepare(unit, buffer);
+    for b in of {
+        for_each_run(unit, b, |rows, page| {
+            load(level, unit, page, &mut scratch);
+            attend_block(level, unit, rows.clone(), b, &mut scratch);
+            for i in rows.start * group..rows.end * group {
+                let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
+                write(b, row, head, &scratch.acc[i * vp..][..vp], scratch.m[i], scratch.l[i]);
+            }
+        });
+    }
+}
+
+/// Blocks that some of `rows` sees, and perhaps others between them.
+pub(super) fn blocks(rows: &[AttnRow], window: Option<usize>) -> Range<usize> {
+    let visible = || rows.iter().map(|row| row.visible(window));
+    let first = visible().map(|v| v.start / BLOCK).min().unwrap_or(0);
+    first..visible().map(|v| v.end.div_ceil(BLOCK)).max().unwrap_or(0)
+}
+
+/// The queries, side by side, and the state before the first block.
+fn prepare<'a>(unit: &Unit, buffer: &'a mut Vec<f32>) -> Scratch<'a> {
+    let (hd, group) = (unit.kv.layout.head_dim, unit.heads.len());
+    let scratch = Scratch::new(buffer, &unit.kv.layout, unit.queries());
     for (r, q) in scratch.q.chunks_exact_mut(group * hd).enumerate() {
         let row = unit.q.row(unit.first_row + r);
         q.copy_from_slice(&row[unit.heads.start * hd..unit.heads.end * hd]);
@@ -134,33 +182,61 @@ pub(super) fn attend_unit(
     scratch.m.fill(f32::NEG_INFINITY);
     scratch.l.fill(0.0);
     scratch.acc.fill(0.0);
+    scratch
+}
 
-    let visible = || unit.rows.iter().map(|row| row.visible(unit.params.window));
-    let first = visible().map(|v| v.start / BLOCK).min().unwrap_or(0);
-    let end = visible().map(|v| v.end.div_ceil(BLOCK)).max().unwrap_or(0);
-    for b in first..end {
-        // Runs of rows that see the same page; usually one.
-        let mut r = 0;
-        while r < unit.rows.len() {
-            let Some((page, _)) = unit.sees(r, b) else {
+/// Calls `f(rows, page)` for each run of rows that see the same page in block `b`; usually there is one.
+fn for_each_run(unit: &Unit, b: usize, mut f: impl FnMut(Range<usize>, u32)) {
+    let page = |r| unit.sees(r, b).map(|(page, _)| page);
+    let mut r = 0;
+    while r < unit.rows.len() {
+        let start = r;
+        r += 1;
+        if let Some(seen) = page(start) {
+            while r < unit.rows.len() && page(r) == Some(seen) {
                 r += 1;
-                continue;
-            };
-            let mut run_end = r + 1;
-            while run_end < unit.rows.len() && unit.sees(run_end, b).is_some_and(|(p, _)| p == page)
-            {
-                run_end += 1;
             }
-            layout.load(level, unit.kv.page(page), unit.kv_head, &mut scratch.block);
-            attend_block(level, unit, r..run_end, b, &mut scratch);
-            r = run_end;
+            f(start..r, seen);
         }
     }
+}
 
-    finish(level, unit, &mut scratch);
-    for (i, acc) in scratch.acc.chunks_exact(vp).enumerate() {
-        let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
-        write(row, head, &acc[..layout.v_head_dim]);
+fn load(level: Level, unit: &Unit, page: u32, scratch: &mut Scratch) {
+    unit.kv.layout.load(level, unit.kv.page(page), unit.kv_head, &mut scratch.block);
+}
+
+/// The state of a query, or one block's part of it: `acc` `[padded_v]`, then `m` and `l`.
+pub(super) fn record_len(layout: &KvLayout) -> usize {
+    layout.padded_v() + 2
+}
+
+per_level! {
+    /// Merges a block's record into a state's, as `attend_block` would have done.
+    pub(super) fn merge_record(block: &[f32], state: &mut [f32]) = {
+        #[inline(always)]
+        fn body(block: &[f32], state: &mut [f32]) {
+            let (acc_b, block) = block.split_at(block.len() - 2);
+            let (acc, state) = state.split_at_mut(state.len() - 2);
+            let (mut m, mut l, mut old, mut new) = ([state[0]], [state[1]], [0.0], [0.0]);
+            merge_scalars((&mut m, &mut l), (&block[..1], &block[1..]), (&mut old, &mut new));
+            state.copy_from_slice(&[m[0], l[0]]);
+            for (acc, acc_b) in acc.iter_mut().zip(acc_b) {
+                *acc = acc.mul_add(old[0], acc_b * new[0]);
+            }
+        }
+        body
+    }
+}
+
+per_level! {
+    /// Merges the sink of a state's record, and divides: its `acc` is then the output.
+    pub(super) fn finish_record(state: &mut [f32], sink: Option<f32>) = {
+        #[inline(always)]
+        fn body(state: &mut [f32], sink: Option<f32>) {
+            let (acc, scalars) = state.split_at_mut(state.len() - 2);
+            finish_query(acc, scalars[0], scalars[1], sink);
+        }
+        body
     }
 }
 
@@ -172,22 +248,26 @@ per_level! {
             let group = unit.heads.len();
             let vp = unit.kv.layout.padded_v();
             for (i, acc) in scratch.acc.chunks_exact_mut(vp).enumerate() {
-                let (m, mut l) = (scratch.m[i], scratch.l[i]);
-                if let Some(sinks) = unit.params.sinks {
-                    let sink = sinks[unit.heads.start + i % group];
-                    let max = if sink > m { sink } else { m };
-                    let old = exp(m - max);
-                    l = l.mul_add(old, exp(sink - max));
-                    for a in acc.iter_mut() {
-                        *a *= old;
-                    }
-                }
-                for a in acc.iter_mut() {
-                    *a /= l;
-                }
+                let sink = unit.params.sinks.map(|s| s[unit.heads.start + i % group]);
+                finish_query(acc, scratch.m[i], scratch.l[i], sink);
             }
         }
         body
+    }
+}
+
+#[inline(always)]
+fn finish_query(acc: &mut [f32], m: f32, mut l: f32, sink: Option<f32>) {
+    if let Some(sink) = sink {
+        let max = if sink > m { sink } else { m };
+        let old = exp(m - max);
+        l = l.mul_add(old, exp(sink - max));
+        for a in acc.iter_mut() {
+            *a *= old;
+        }
+    }
+    for a in acc.iter_mut() {
+        *a /= l;
     }
 }
 
@@ -273,17 +353,15 @@ fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
     }
 
     // The merge's factors, and l.
-    {
-        let (m, m_b) = (&mut scratch.m[queries.clone()], &scratch.m_b[queries.clone()]);
-        let (l, l_b) = (&mut scratch.l[queries.clone()], &scratch.l_b[queries.clone()]);
-        let (old, new) = (&mut scratch.old[queries.clone()], &mut scratch.new[queries.clone()]);
-        for i in 0..queries.len() {
-            let max = if m_b[i] > m[i] { m_b[i] } else { m[i] };
-            old[i] = exp(m[i] - max);
-            new[i] = exp(m_b[i] - max);
-            m[i] = max;
-            l[i] = l[i].mul_add(old[i], l_b[i] * new[i]);
-        }
+    let q = queries.clone();
+    let (m, l) = (&mut scratch.m[q.clone()], &mut scratch.l[q.clone()]);
+    let (m_b, l_b) = (&scratch.m_b[q.clone()], &scratch.l_b[q.clone()]);
+    if unit.partial {
+        m.copy_from_slice(m_b);
+        l.copy_from_slice(l_b);
+    } else {
+        let factors = (&mut scratch.old[q.clone()], &mut scratch.new[q]);
+        merge_scalars((m, l), (m_b, l_b), factors);
     }
 
     // acc_b = p . v, merged into acc.
@@ -307,14 +385,14 @@ fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
             let n = if same_end * group - i >= T { T } else { 1 };
             for d in (0..vp).step_by(BLOCK) {
                 let (p, v) = (&scratch.s[i * BLOCK..], &scratch.block.values[d..]);
-                let (old, new) = (&scratch.old[i..], &scratch.new[i..]);
+                let factors = (!unit.partial).then(|| (&scratch.old[i..], &scratch.new[i..]));
                 let acc = &mut scratch.acc[i * vp + d..];
                 if n == T {
                     let acc_b = sums_of::<V, N, T>((p, BLOCK), (v, vp), visible.clone());
-                    merge(acc_b, old, new, acc, vp);
+                    merge(acc_b, factors, acc, vp);
                 } else {
                     let acc_b = sums_of::<V, N, 1>((p, BLOCK), (v, vp), visible.clone());
-                    merge(acc_b, old, new, acc, vp);
+                    merge(acc_b, factors, acc, vp);
                 }
             }
             i += n;
@@ -340,21 +418,42 @@ fn store<const T: usize>(sums: [[f32; BLOCK]; T], s: &mut [f32]) {
     s[..T * BLOCK].copy_from_slice(sums.as_flattened());
 }
 
-/// `acc[t] = fma(acc[t], old[t], acc_b[t] * new[t])`
+/// `acc[t] = fma(acc[t], old[t], acc_b[t] * new[t])` with the factors `(old, new)`; without, `acc_b` itself.
 #[inline(always)]
 fn merge<const T: usize>(
     acc_b: [[f32; BLOCK]; T],
-    old: &[f32],
-    new: &[f32],
+    factors: Option<(&[f32], &[f32])>,
     acc: &mut [f32],
     stride: usize,
 ) {
     for t in 0..T {
         let (acc, _) = acc[t * stride..].split_first_chunk_mut::<BLOCK>().expect("rows of 32");
-        let (old, new) = (old[t], new[t]);
+        let Some((old, new)) = factors else {
+            *acc = acc_b[t];
+            continue;
+        };
         for j in 0..BLOCK {
-            acc[j] = acc[j].mul_add(old, acc_b[t][j] * new);
+            acc[j] = acc[j].mul_add(old[t], acc_b[t][j] * new[t]);
         }
+    }
+}
+
+/// Maximum and denominator of each state after a block, and the factors for the accumulators: all `[n]`.
+#[inline(always)]
+fn merge_scalars(
+    (m, l): (&mut [f32], &mut [f32]),
+    (m_b, l_b): (&[f32], &[f32]),
+    (old, new): (&mut [f32], &mut [f32]),
+) {
+    let n = m.len();
+    let (l, m_b, l_b) = (&mut l[..n], &m_b[..n], &l_b[..n]);
+    let (old, new) = (&mut old[..n], &mut new[..n]);
+    for i in 0..n {
+        let max = if m_b[i] > m[i] { m_b[i] } else { m[i] };
+        old[i] = exp(m[i] - max);
+        new[i] = exp(m_b[i] - max);
+        m[i] = max;
+        l[i] = l[i].mul_add(old[i], l_b[i] * new[i]);
     }
 }
 

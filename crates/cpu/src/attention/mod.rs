@@ -22,6 +22,7 @@
 
 mod kernel;
 mod layout;
+mod split;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -30,6 +31,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 pub use layout::{BLOCK, KvLayout, KvType};
+pub use split::SPLIT_BYTES;
 
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
@@ -90,7 +92,8 @@ thread_local! {
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The most scratch memory one thread keeps for [`attend`] on such a layer, in bytes.
+/// The most scratch memory one thread keeps for [`attend`] on such a layer, in bytes; the calling thread
+/// keeps up to [`SPLIT_BYTES`] more.
 pub fn scratch_bytes(layout: &KvLayout, n_heads: usize) -> usize {
     let group = n_heads / layout.n_kv_heads;
     kernel::scratch_len(layout, UNIT_QUERIES.max(group)) * size_of::<f32>()
@@ -119,37 +122,41 @@ pub fn attend(
     assert!(q.rows() == rows.len() && q.width() == n_heads * layout.head_dim);
     assert!(out.rows() == rows.len() && out.width() == n_heads * v_head_dim);
 
-    // A unit: some rows, the heads of one KV head, or a part of them where there are too few units for all threads.
-    let group = n_heads / layout.n_kv_heads;
-    let unit_rows = (UNIT_QUERIES / group).clamp(1, rows.len().max(1));
-    let row_units = rows.len().div_ceil(unit_rows);
-    let parts =
-        (pool.threads() / (row_units * layout.n_kv_heads).max(1)).clamp(1, group.div_ceil(4));
-    let part_heads = group.div_ceil(parts);
-    let parts = group.div_ceil(part_heads);
     let (out, out_stride) = out.into_disjoint();
-    pool.run_chunks(row_units * layout.n_kv_heads * parts, 1, &|units| {
+    let write = |row: usize, head: usize, result: &[f32]| {
+        let start = row * out_stride + head * v_head_dim;
+        // SAFETY: both ways of sharing out the work compute each (row, head) once.
+        unsafe { out.slice(start..start + v_head_dim) }.copy_from_slice(result);
+    };
+    if let Some(wave) = split::wave(pool, params, kv, rows) {
+        return split::attend(pool, level, wave, (params, kv, rows), q, &write);
+    }
+
+    // A unit: some rows, the heads of one KV head.
+    let group = n_heads / layout.n_kv_heads;
+    let enough = (rows.len() * layout.n_kv_heads).div_ceil(pool.threads());
+    let unit_rows = unit_rows(params, kv).min(enough.max(1));
+    let row_units = rows.len().div_ceil(unit_rows);
+    pool.run_chunks(row_units * layout.n_kv_heads, 1, &|units| {
         for u in units {
-            let (part, u) = (u % parts, u / parts);
             let (kv_head, row_unit) = (u % layout.n_kv_heads, u / layout.n_kv_heads);
             let first_row = row_unit * unit_rows;
-            let first_head = kv_head * group + part * part_heads;
             let unit = Unit {
                 params,
                 kv,
                 rows: &rows[first_row..rows.len().min(first_row + unit_rows)],
                 first_row,
                 kv_head,
-                heads: first_head..(first_head + part_heads).min((kv_head + 1) * group),
+                heads: kv_head * group..(kv_head + 1) * group,
                 q,
+                partial: false,
             };
-            SCRATCH.with_borrow_mut(|scratch| {
-                kernel::attend_unit(level, &unit, scratch, |row, head, result| {
-                    let start = row * out_stride + head * v_head_dim;
-                    // SAFETY: each (row, head) belongs to one unit, and units are handed out once.
-                    unsafe { out.slice(start..start + v_head_dim) }.copy_from_slice(result);
-                });
-            });
+            SCRATCH.with_borrow_mut(|s| kernel::attend_unit(level, &unit, s, write));
         }
     });
+}
+
+/// Rows of a unit.
+fn unit_rows(params: &AttnParams, kv: &KvPages) -> usize {
+    (UNIT_QUERIES * kv.layout.n_kv_heads / params.n_heads).max(1)
 }

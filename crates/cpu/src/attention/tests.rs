@@ -114,7 +114,7 @@ struct Case {
     rows: Range<usize>,
 }
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 10] = [
     case("one position", 2, 1, 16, None, false, 1, 0..1),
     case("gqa with sinks", 8, 2, 64, None, true, 100, 60..100),
     case("window of 4", 3, 1, 20, Some(4), false, 40, 0..40),
@@ -122,6 +122,8 @@ const CASES: [Case; 8] = [
     case("no groups", 3, 3, 48, None, false, 70, 0..70),
     case("six to one, head of 80", 6, 1, 80, Some(33), true, 97, 90..97),
     case("sixteen to one, head of 128", 16, 1, 128, None, false, 65, 62..65),
+    case("long, split over threads", 8, 2, 32, None, true, 700, 698..700),
+    case("long window, split over threads", 4, 1, 48, Some(600), true, 700, 640..643),
     Case { v_head_dim: 40, ..case("narrower values", 4, 2, 56, None, true, 50, 40..50) },
 ];
 
@@ -207,6 +209,29 @@ fn close_to_f64_and_the_same_bits_everywhere() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Several waves, whose states are carried on; rows that see different blocks.
+#[test]
+fn waves_change_nothing() {
+    let layout = KvLayout::new(2, 40, KvType::F16);
+    let sequence = Sequence::new(layout, 300, 80);
+    let sinks = random(4, 82);
+    for window in [None, Some(100)] {
+        let params = AttnParams { n_heads: 4, scale: 0.5, window, sinks: Some(&sinks) };
+        let rows = [299, 130, 31, 32, 298].map(|p| sequence.row(p));
+        let q = random(rows.len() * 160, 83);
+        let want = sequence.attend(&Pool::new(1), Level::best(), &params, &rows, &q);
+        for wave in [1, 3, 9, 10, 100] {
+            let pool = Pool::new(3);
+            let out = std::sync::Mutex::new(vec![0.0; want.len()]);
+            let call = (&params, &sequence.kv(), &rows[..]);
+            split::attend(&pool, Level::best(), wave, call, Rows::dense(&q, 160), &|r, h, x| {
+                out.lock().unwrap()[r * 160 + h * 40..][..40].copy_from_slice(x);
+            });
+            assert_eq!(out.into_inner().unwrap(), want, "{wave} blocks, window {window:?}");
         }
     }
 }

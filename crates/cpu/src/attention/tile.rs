@@ -66,10 +66,12 @@ pub(super) unsafe fn sums<V: Lanes<N>, const N: usize, const T: usize>(
 }
 
 /// Eight floats in plain Rust.
+#[cfg(not(target_arch = "aarch64"))]
 #[derive(Clone, Copy)]
 pub(super) struct Portable([f32; 8]);
 
 // SAFETY: eight floats are read and written; no special instructions.
+#[cfg(not(target_arch = "aarch64"))]
 unsafe impl Lanes<4> for Portable {
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
