@@ -556,6 +556,9 @@ pub(crate) fn readable(bytes: &[u8]) -> String {
 }
 
 fn shown(path: &Path) -> String {
+    if path.as_os_str().is_empty() {
+        return ".".to_owned();
+    }
     let text = path.display().to_string();
     if text.contains(char::is_control) { text.escape_debug().to_string() } else { text }
 }
