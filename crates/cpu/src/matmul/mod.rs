@@ -1,1 +1,31 @@
-//! (being written)
+//! Weights times activations: `y[o] = dot(w[o], x) + bias[o]` for many rows at once.
+//!
+//! The arithmetic is defined by [`forebay_quant::oracle`]; every [`Level`] gives its bits. How it is made fast:
+//!
+//! * `kernel` walks tiles of output rows for integer (`q8`) dot products. It is generic over an instruction set
+//!   (`isa`, `avx512`, `avx2`, `neon`) and over a decoder of one weight format (`decode`): a format needs one decoder for all
+//!   instruction sets, and formats without one go through `forebay_quant::decode_group`.
+//! * `float` does the same for f32 activations.
+//! * `scalar` is the portable path of both.
+//! * `pack` quantises activation rows.
+//!
+//! Work is split by output rows only, so no sum depends on it. One activation row (decode) streams the weights
+//! once; several rows decode a tile of weights once per 32 of them.
+
+mod float;
+mod job;
+mod kernel;
+mod pack;
+mod scalar;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod decode;
+#[cfg(target_arch = "x86_64")]
+mod isa;
+
+pub use job::{Input, Job, OutRows, Rows, run_jobs};
+pub use pack::pack_rows;

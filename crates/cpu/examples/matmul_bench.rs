@@ -1,0 +1,240 @@
+//! How fast the matrix kernels are, beside what this machine can do.
+//!
+//!     cargo run --release -p forebay-cpu --example matmul_bench -- [--threads N] [--level L] [--rows R] [--toy] [FORMAT..]
+//!
+//! GEMV runs over enough matrices to come from memory and is printed in GB/s of weights and as a share of a plain
+//! read of memory by the same threads; GEMM over one matrix in GMAC/s and as a share of what `vpdpbusd` (or f32 FMA)
+//! alone reaches. Shape 2880 x 2880. The hash is of all outputs: it is the same for every level and thread count.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use forebay_cpu::matmul::{Input, Job, OutRows, Rows, pack_rows, run_jobs};
+use forebay_cpu::{Level, Pool};
+use forebay_quant::{Format, MatrixView, ParamType, PlaneView, Q8Rows};
+
+const N: usize = 2880;
+
+fn main() {
+    let (mut threads, mut level, mut gemm_rows, mut toy) = (1, Level::best(), 128, false);
+    let mut names = Vec::new();
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().expect("a value");
+        match arg.as_str() {
+            "--threads" => threads = value().parse().expect("a number"),
+            "--level" => level = value().parse().expect("a level"),
+            "--rows" => gemm_rows = value().parse().expect("a number"),
+            "--toy" => toy = true,
+            _ => names.push(arg),
+        }
+    }
+    let pool = Pool::new(threads);
+    let bytes = if toy { 4 << 20 } else { 400 << 20 };
+    let read = read_bandwidth(&pool, bytes);
+    let (int_peak, float_peak) = peaks(level);
+    println!("{level}, {threads} threads, {N} x {N}; memory read {:.1} GB/s", read / 1e9);
+    println!(
+        "one thread's peak: {:.0} integer, {:.0} f32 GMAC/s",
+        int_peak / 1e9,
+        float_peak / 1e9
+    );
+    println!(
+        "{:24}{:>10}{:>9}{:>12}{:>9}  hash",
+        "", "GEMV GB/s", "of read", "GEMM GMAC/s", "of peak"
+    );
+    let mlx = |bits| Format::MlxAffine { bits, group: 64, params: ParamType::Bf16 };
+    let formats = [
+        Format::Mxfp4,
+        Format::Mxfp4Split,
+        Format::Q8_0,
+        Format::Q4_1,
+        Format::Q5_0,
+        Format::Q4K,
+        Format::Q6K,
+        mlx(4),
+        mlx(8),
+        mlx(3),
+        Format::F32,
+        Format::F16,
+        Format::Bf16,
+    ];
+    for format in formats {
+        let name = format.name();
+        if !names.is_empty() && !names.iter().any(|n| name.contains(n.as_str())) {
+            continue;
+        }
+        for q8 in [true, false] {
+            if q8 && !format.is_quantized() {
+                continue;
+            }
+            // Q4_K and Q6_K rows are whole super-blocks.
+            let cols = N.next_multiple_of(format.block_elements());
+            let bench = Bench { pool: &pool, level, format, cols, q8, bytes, gemm_rows, toy };
+            let (gemv, gemm, hash) = bench.run();
+            let peak = threads as f64 * if q8 { int_peak } else { float_peak };
+            println!(
+                "{:24}{:10.1}{:8.0}%{:12.0}{:8.0}%  {hash:016x}",
+                format!(
+                    "{name} {}{}",
+                    if q8 { "q8" } else { "f32" },
+                    if format == Format::Mxfp4Split { " split" } else { "" }
+                ),
+                gemv / 1e9,
+                100.0 * gemv / read,
+                gemm / 1e9,
+                100.0 * gemm / peak,
+            );
+        }
+    }
+}
+
+struct Bench<'a> {
+    pool: &'a Pool,
+    level: Level,
+    format: Format,
+    cols: usize,
+    q8: bool,
+    bytes: usize,
+    gemm_rows: usize,
+    toy: bool,
+}
+
+impl Bench<'_> {
+    /// Bytes per second of GEMV, multiply-adds per second of GEMM, hash of the outputs.
+    fn run(&self) -> (f64, f64, u64) {
+        let one = self.format.matrix_bytes(N, self.cols).expect("shape") as usize;
+        let count = (self.bytes / one).max(1);
+        let layouts = self.format.planes();
+        let row_bytes: Vec<usize> =
+            layouts.iter().map(|l| l.row_bytes(self.cols).expect("shape")).collect();
+        // Bits are random but for the top exponent bits, so that all numbers are ordinary.
+        let mut state = 1u32;
+        let data: Vec<Vec<u8>> = row_bytes
+            .iter()
+            .map(|row| {
+                let mut next = || {
+                    state = state.wrapping_mul(1664525).wrapping_add(1013904223);
+                    (state >> 24) as u8 & 0x3b
+                };
+                (0..row * N * count).map(|_| next()).collect()
+            })
+            .collect();
+        let view = |i: usize| {
+            let planes: Vec<PlaneView<'_>> = data
+                .iter()
+                .zip(&row_bytes)
+                .map(|(data, &stride)| PlaneView {
+                    data: &data[i * stride * N..][..stride * N],
+                    stride,
+                })
+                .collect();
+            MatrixView::new(self.format, N, self.cols, &planes).expect("shape")
+        };
+        let views: Vec<MatrixView<'_>> = (0..count).map(view).collect();
+        let x: Vec<f32> = (0..self.gemm_rows * self.cols)
+            .map(|i| ((i * 37 % 255) as f32 - 127.0) / 64.0)
+            .collect();
+        let mut q = Q8Rows::new(self.gemm_rows, self.cols, self.format.act_order());
+        pack_rows(self.pool, self.level, &x, self.cols, self.gemm_rows, &mut q);
+        let mut out = vec![0.0f32; self.gemm_rows * N];
+        let mut hash = 0u64;
+        let mut gemv = f64::INFINITY;
+        let mut gemm = f64::INFINITY;
+        let mut run = |weight: &MatrixView<'_>, rows: usize| {
+            let input =
+                if self.q8 { Input::Q8(&q) } else { Input::F32 { data: &x, stride: self.cols } };
+            let out = OutRows::new(&mut out, N);
+            run_jobs(
+                self.pool,
+                self.level,
+                &[Job { weight: *weight, input, rows: Rows::All(rows), out, bias: None }],
+            );
+        };
+        for _ in 0..if self.toy { 1 } else { 3 } {
+            let start = Instant::now();
+            views.iter().for_each(|v| run(v, 1));
+            gemv = gemv.min(start.elapsed().as_secs_f64());
+        }
+        for _ in 0..if self.toy { 1 } else { 5 } {
+            let start = Instant::now();
+            run(&views[0], self.gemm_rows);
+            gemm = gemm.min(start.elapsed().as_secs_f64());
+        }
+        for y in &out {
+            hash = (hash ^ y.to_bits() as u64).wrapping_mul(0x0100_0000_01b3).rotate_left(17);
+        }
+        let macs = (N * self.cols * self.gemm_rows) as f64;
+        ((one * count) as f64 / gemv, macs / gemm, hash)
+    }
+}
+
+/// Bytes per second that the pool's threads read from memory.
+fn read_bandwidth(pool: &Pool, bytes: usize) -> f64 {
+    let data = vec![1u64; bytes / 8];
+    let chunk = data.len() / pool.threads();
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        let start = Instant::now();
+        pool.run(&|t| {
+            let mut sums = [0u64; 32];
+            for block in data[t * chunk..][..chunk].as_chunks::<32>().0 {
+                for (s, x) in sums.iter_mut().zip(block) {
+                    *s += x;
+                }
+            }
+            black_box(sums);
+        });
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    (chunk * pool.threads() * 8) as f64 / best
+}
+
+/// Multiply-adds per second of one thread with everything in registers: integer and f32.
+fn peaks(level: Level) -> (f64, f64) {
+    #[cfg(target_arch = "x86_64")]
+    if level == Level::Avx512 {
+        // SAFETY: the level says that the instructions are there.
+        return unsafe { x86::peaks512() };
+    }
+    let _ = level;
+    (f64::NAN, f64::NAN)
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+    use std::hint::black_box;
+    use std::time::Instant;
+
+    const STEPS: usize = 4_000_000;
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub fn peaks512() -> (f64, f64) {
+        let (mut int, mut float) = (0.0f64, 0.0f64);
+        for _ in 0..3 {
+            let a = black_box(_mm512_set1_epi8(3));
+            let b = black_box(_mm512_set1_epi8(5));
+            let mut acc = [_mm512_setzero_si512(); 16];
+            let start = Instant::now();
+            for _ in 0..STEPS {
+                for x in &mut acc {
+                    *x = _mm512_dpbusd_epi32(*x, a, b);
+                }
+            }
+            int = int.max((STEPS * 16 * 64) as f64 / start.elapsed().as_secs_f64());
+            black_box(acc);
+            let a = black_box(_mm512_set1_ps(1.0));
+            let mut acc = [_mm512_setzero_ps(); 16];
+            let start = Instant::now();
+            for _ in 0..STEPS {
+                for x in &mut acc {
+                    *x = _mm512_fmadd_ps(*x, a, a);
+                }
+            }
+            float = float.max((STEPS * 16 * 16) as f64 / start.elapsed().as_secs_f64());
+            black_box(acc);
+        }
+        (int, float)
+    }
+}

@@ -1,0 +1,203 @@
+//! AVX-512 with VNNI: two weight rows in a vector, `vpdpbusd` for the dot products.
+
+use std::arch::x86_64::*;
+
+use forebay_quant::{Format, Q8Group, Q8Rows};
+
+use super::decode::Decoder;
+use super::float::{self, FloatIsa};
+use super::isa::{Isa, RowPtrs};
+use super::job::Tile;
+use super::kernel::{self, with_decoder};
+
+/// A tile in precision `q8`.
+pub(super) fn q8_tile(tile: &Tile<'_>, q: &Q8Rows) {
+    // SAFETY: `Level::Avx512` is only chosen where all its instructions are there.
+    unsafe { with_decoder!(tile.job.weight.format(), run::<_>(tile, q)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn run<D: Decoder<Avx512>>(decoder: &D, tile: &Tile<'_>, q: &Q8Rows) {
+    // SAFETY: the instructions are enabled here; the rest was checked by `run_jobs`.
+    unsafe { kernel::tile::<Avx512, D, 2>(decoder, tile, q) }
+}
+
+/// A tile in precision `f32`.
+pub(super) fn f32_tile(tile: &Tile<'_>, data: &[f32], stride: usize) {
+    // SAFETY: as `q8_tile`.
+    unsafe { run_f32(tile, data, stride) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn run_f32(tile: &Tile<'_>, data: &[f32], stride: usize) {
+    // SAFETY: as `run`.
+    unsafe { float::tile::<Avx512, 4>(tile, data, stride) }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Avx512;
+
+impl FloatIsa for Avx512 {
+    type X = __m512;
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m512 {
+        // SAFETY: the trait's contract, here and below.
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: as above.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn store(x: __m512, p: *mut f32) {
+        // SAFETY: as above.
+        unsafe { _mm512_storeu_ps(p, x) }
+    }
+}
+
+/// One function of [`Isa`] whose body is intrinsics.
+macro_rules! ops {
+    ($(fn $name:ident $(<const $c:ident: $ct:ty>)? ($($arg:ident: $t:ty),*) -> $r:ty $body:block)*) => {
+        $(#[inline(always)]
+        unsafe fn $name $(<const $c: $ct>)? ($($arg: $t),*) -> $r {
+            // SAFETY: the trait's contract: the instructions are there, pointers are valid.
+            unsafe { $body }
+        })*
+    };
+}
+
+impl Isa for Avx512 {
+    const ROWS: usize = 2;
+    type V = __m512i;
+    type I = __m512i;
+    type F = __m512;
+
+    ops! {
+        fn load(rows: RowPtrs, lo: usize, hi: usize) -> __m512i {
+            let lane = |r: usize, at: usize| _mm_loadu_si128(rows[r].add(at).cast());
+            let a = _mm256_set_m128i(lane(0, hi), lane(0, lo));
+            let b = _mm256_set_m128i(lane(1, hi), lane(1, lo));
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+        }
+        fn words(rows: [[u32; 8]; 2]) -> __m512i { _mm512_loadu_si512(rows.as_ptr().cast()) }
+        fn splat(b: u8) -> __m512i { _mm512_set1_epi8(b as i8) }
+        fn and(a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
+        fn or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
+        fn xor(a: __m512i, b: __m512i) -> __m512i { _mm512_xor_si512(a, b) }
+        fn lookup(table: __m512i, a: __m512i) -> __m512i { _mm512_shuffle_epi8(table, a) }
+        fn repeat(bytes: &[u8; 16]) -> __m512i {
+            _mm512_broadcast_i32x4(_mm_loadu_si128(bytes.as_ptr().cast()))
+        }
+        fn where_bits(a: __m512i, mask: __m512i, value: u8) -> __m512i {
+            _mm512_maskz_set1_epi8(_mm512_test_epi8_mask(a, mask), value as i8)
+        }
+        fn transpose(v: [__m512i; 4]) -> [__m512i; 4] {
+            let (a, b) = (_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+            let (c, d) = (_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+            [
+                _mm512_unpacklo_epi64(a, c),
+                _mm512_unpackhi_epi64(a, c),
+                _mm512_unpacklo_epi64(b, d),
+                _mm512_unpackhi_epi64(b, d),
+            ]
+        }
+        fn f16(rows: [[u16; 8]; 2]) -> __m512 {
+            _mm512_cvtph_ps(_mm256_loadu_si256(rows.as_ptr().cast()))
+        }
+        fn f32(rows: [[f32; 8]; 2]) -> __m512 { _mm512_loadu_ps(rows.as_ptr().cast()) }
+        fn f16_splat(rows: [u16; 2]) -> __m512 {
+            let both = _mm_cvtsi32_si128(rows[0] as i32 | (rows[1] as i32) << 16);
+            let lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+            _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_cvtph_ps(both)))
+        }
+        fn u8(rows: [u64; 2]) -> __m512 {
+            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64)))
+        }
+        fn i8(rows: [u64; 2]) -> __m512 {
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64)))
+        }
+        fn e8m0_half(rows: [u64; 2]) -> __m512 {
+            let s = _mm512_cvtepu8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64));
+            let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(s, _mm512_set1_epi32(1)));
+            let small = _mm512_cmplt_epi32_mask(s, _mm512_set1_epi32(2));
+            let bits = _mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x20_0000), s);
+            let nan = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(255));
+            _mm512_castsi512_ps(_mm512_mask_set1_epi32(bits, nan, 0x7fc0_0000))
+        }
+        fn negate(a: __m512) -> __m512 { _mm512_xor_ps(a, _mm512_set1_ps(-0.0)) }
+        fn mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+        fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+        fn zero() -> __m512 { _mm512_setzero_ps() }
+        fn keep_blocks(a: __m512, blocks: usize) -> __m512 {
+            let keep = ((1u32 << blocks) - 1) as u16;
+            _mm512_mask_blend_ps(keep | keep << 8, _mm512_set1_ps(-0.0), a)
+        }
+        fn load_acc(p: *const f32) -> __m512 { _mm512_loadu_ps(p) }
+        fn store_acc(a: __m512, p: *mut f32) -> () { _mm512_storeu_ps(p, a) }
+        fn join(a: __m512) -> [f32; 2] {
+            [join8(_mm512_castps512_ps256(a)), join8(_mm512_extractf32x8_ps::<1>(a))]
+        }
+        fn act_f32(p: *const [f32; 8]) -> __m512 {
+            _mm512_broadcast_f32x8(_mm256_loadu_ps(p.cast()))
+        }
+        fn act_i32(p: *const [i32; 8]) -> __m512i {
+            _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast()))
+        }
+        fn sub(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
+        fn to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
+        fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn shr<const N: i32>(a: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_srl_epi16(a, _mm_cvtsi32_si128(N)) }
+    }
+
+    #[inline(always)]
+    unsafe fn shl<const N: i32>(a: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_sll_epi16(a, _mm_cvtsi32_si128(N)) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot<const N: usize>(
+        codes: &[__m512i; 8],
+        from: usize,
+        offset: i32,
+        _max_code: u8,
+        a: *const Q8Group,
+        sum: __m512i,
+    ) -> __m512i {
+        // SAFETY: a points to a group of activations.
+        unsafe {
+            let word = |j: usize| {
+                let p = (&raw const (*a).codes).cast::<__m256i>().add(from + j);
+                _mm512_broadcast_i64x4(_mm256_loadu_si256(p))
+            };
+            let mut dot = match offset {
+                0 => _mm512_setzero_si512(),
+                _ => _mm512_mullo_epi32(sum, _mm512_set1_epi32(-offset)),
+            };
+            for j in 0..N {
+                dot = _mm512_dpbusd_epi32(dot, codes[from + j], word(j));
+            }
+            dot
+        }
+    }
+}
+
+/// The tree over eight lanes.
+///
+/// # Safety
+/// Needs AVX.
+#[inline(always)]
+pub(super) unsafe fn join8(a: __m256) -> f32 {
+    // SAFETY: register operations.
+    unsafe {
+        let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+        let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+        _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+    }
+}

@@ -1,0 +1,190 @@
+//! Precision `f32`: weights are dequantised a few rows and some hundred columns at a time into scratch that
+//! stays in the first-level cache, then multiplied with blocks of activation rows, 16 lanes each.
+
+use forebay_quant::dequant::{decode_floats, dequantize_group};
+use forebay_quant::group::GROUP;
+use forebay_quant::oracle::join;
+use forebay_quant::{Format, MatrixView};
+
+use super::job::Tile;
+
+/// Vector operations on 16 f32 lanes.
+///
+/// # Safety
+/// All functions need the instruction set of the implementing type; pointers need 16 readable (writable) floats.
+pub(super) trait FloatIsa: Copy {
+    type X: Copy;
+    unsafe fn load(p: *const f32) -> Self::X;
+    unsafe fn fma(a: Self::X, b: Self::X, c: Self::X) -> Self::X;
+    unsafe fn store(x: Self::X, p: *mut f32);
+}
+
+/// Output features that are worked on together.
+const FEATURES: usize = 4;
+/// Columns dequantised at a time; a multiple of a group.
+const COLUMNS: usize = 1024;
+/// Activation rows between two dequantisations of the same weights.
+const ROWS: usize = 64;
+
+#[repr(C, align(64))]
+struct Scratch {
+    weights: [[f32; COLUMNS]; FEATURES],
+    /// `[row][feature][lane]`
+    acc: [[[f32; 16]; FEATURES]; ROWS],
+}
+
+/// One tile. `RA` activation rows share the loads of a block of weights.
+///
+/// # Safety
+/// The instruction set of `I` must be there. Inputs and outputs were checked by `run_jobs`.
+#[inline(always)]
+pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
+    tile: &Tile<'_>,
+    data: &[f32],
+    stride: usize,
+) {
+    let (weight, rows) = (&tile.job.weight, tile.job.rows);
+    let cols = weight.cols();
+    let mut scratch = std::mem::MaybeUninit::<Scratch>::uninit();
+    let s = scratch.as_mut_ptr();
+    for row0 in (0..rows.len()).step_by(ROWS) {
+        let n = (rows.len() - row0).min(ROWS);
+        let x: [*const f32; ROWS] = std::array::from_fn(|i| {
+            let row = rows.get(row0 + i.min(n - 1)).0;
+            data[row * stride..][..cols].as_ptr()
+        });
+        for f0 in tile.features.clone().step_by(FEATURES) {
+            let n_features = (tile.features.end - f0).min(FEATURES);
+            // SAFETY: plain floats in our own scratch; zero bytes are 0.0.
+            let (weights, acc) = unsafe {
+                (&raw mut (*s).acc).cast::<[[f32; 16]; FEATURES]>().write_bytes(0, n);
+                (&raw mut (*s).weights, (&raw mut (*s).acc).cast::<[[f32; 16]; FEATURES]>())
+            };
+            for c0 in (0..cols).step_by(COLUMNS) {
+                let c1 = (c0 + COLUMNS).min(cols);
+                let w: [*const f32; FEATURES] = std::array::from_fn(|i| {
+                    let feature = f0 + i.min(n_features - 1);
+                    // SAFETY: `weights` has room for COLUMNS floats per feature.
+                    unsafe {
+                        let out = (&raw mut (*weights)[i]).cast::<f32>();
+                        load_weights(weight, feature, c0, c1, out)
+                    }
+                });
+                let mut r = 0;
+                while r < n {
+                    // SAFETY: rows of x and w hold the columns c0..c1, acc the rows r.. below n.
+                    unsafe {
+                        let acc = acc.add(r);
+                        if r + RA <= n {
+                            let x = std::array::from_fn::<_, RA, _>(|i| x[r + i].add(c0));
+                            block::<I, RA>(w, x, c1 - c0, acc);
+                            r += RA;
+                        } else {
+                            block::<I, 1>(w, [x[r].add(c0)], c1 - c0, acc);
+                            r += 1;
+                        }
+                    }
+                }
+            }
+            for r in 0..n {
+                for i in 0..n_features {
+                    // SAFETY: acc of row r was written above; feature and row are the tile's.
+                    unsafe {
+                        let mut lanes = (*acc.add(r))[i];
+                        tile.write(rows.get(row0 + r).1, f0 + i, join(&mut lanes));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Columns `c0..c1` of a weight row as f32: in place if they are that already, else in `out`.
+///
+/// # Safety
+/// `out` has room for them.
+#[inline(always)]
+unsafe fn load_weights(
+    weight: &MatrixView<'_>,
+    feature: usize,
+    c0: usize,
+    c1: usize,
+    out: *mut f32,
+) -> *const f32 {
+    let format = weight.format();
+    if format.is_quantized() {
+        for c in (c0..c1).step_by(GROUP) {
+            let n = (c1 - c).min(GROUP);
+            // SAFETY: lies within c0..c1.
+            let out = unsafe {
+                out.add(c - c0).write_bytes(0, n);
+                std::slice::from_raw_parts_mut(out.add(c - c0), n)
+            };
+            dequantize_group(weight, feature, c / GROUP, out);
+        }
+        return out;
+    }
+    let size = if format == Format::F32 { 4 } else { 2 };
+    let bytes = &weight.row(0, feature)[c0 * size..c1 * size];
+    if format == Format::F32 && cfg!(target_endian = "little") {
+        return bytes.as_ptr().cast();
+    }
+    // SAFETY: as above; zeroed before it becomes a reference.
+    let out = unsafe {
+        out.write_bytes(0, c1 - c0);
+        std::slice::from_raw_parts_mut(out, c1 - c0)
+    };
+    decode_floats(format, bytes, out);
+    out.as_ptr()
+}
+
+/// Adds `n` columns of 4 features times `RA` rows to their lanes.
+///
+/// # Safety
+/// All pointers have `n` readable floats, at any alignment; `acc` has `RA` rows.
+#[inline(always)]
+unsafe fn block<I: FloatIsa, const RA: usize>(
+    w: [*const f32; FEATURES],
+    x: [*const f32; RA],
+    n: usize,
+    acc: *mut [[f32; 16]; FEATURES],
+) {
+    // SAFETY: by the contract; full steps stay below n, the rest goes through padded copies.
+    unsafe {
+        let lanes = |r: usize, f: usize| acc.add(r).cast::<[f32; 16]>().add(f).cast::<f32>();
+        let mut sums: [[I::X; FEATURES]; RA] =
+            std::array::from_fn(|r| std::array::from_fn(|f| I::load(lanes(r, f))));
+        let mut c = 0;
+        while c + 16 <= n {
+            let ws: [I::X; FEATURES] = std::array::from_fn(|f| I::load(w[f].add(c)));
+            for r in 0..RA {
+                let x = I::load(x[r].add(c));
+                for f in 0..FEATURES {
+                    sums[r][f] = I::fma(ws[f], x, sums[r][f]);
+                }
+            }
+            c += 16;
+        }
+        if c < n {
+            // Missing weights are -0: adding the product (-0 * 0) changes nothing.
+            let padded = |p: *const f32, fill: f32| {
+                let mut lanes = [fill; 16];
+                for (i, lane) in lanes.iter_mut().enumerate().take(n - c) {
+                    *lane = p.add(c + i).read_unaligned();
+                }
+                I::load(lanes.as_ptr())
+            };
+            for r in 0..RA {
+                let x = padded(x[r], 0.0);
+                for f in 0..FEATURES {
+                    sums[r][f] = I::fma(padded(w[f], -0.0), x, sums[r][f]);
+                }
+            }
+        }
+        for r in 0..RA {
+            for f in 0..FEATURES {
+                I::store(sums[r][f], lanes(r, f));
+            }
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Jobs, their checks, and the split of their work over threads.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use forebay_quant::{MatrixView, Q8Rows};
+
+use crate::{Level, Pool};
+
+/// Activation rows.
+#[derive(Clone, Copy)]
+pub enum Input<'a> {
+    /// Precision `f32`: row `r` is `data[r * stride..][..cols]`.
+    F32 {
+        /// The values.
+        data: &'a [f32],
+        /// Distance between the starts of two rows.
+        stride: usize,
+    },
+    /// Precision `q8`: rows quantised in the order that the weight's format wants.
+    Q8(&'a Q8Rows),
+}
+
+/// Output rows that several threads write at once, each a different part.
+pub struct OutRows<'a> {
+    data: *mut f32,
+    len: usize,
+    stride: usize,
+    _borrow: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: an OutRows is an exclusive borrow of plain floats; threads write disjoint elements through it (see `set`).
+unsafe impl Send for OutRows<'_> {}
+// SAFETY: as above; there is no way to read through a shared OutRows.
+unsafe impl Sync for OutRows<'_> {}
+
+impl<'a> OutRows<'a> {
+    /// Row `r` starts at `r * stride`.
+    pub fn new(data: &'a mut [f32], stride: usize) -> OutRows<'a> {
+        OutRows { data: data.as_mut_ptr(), len: data.len(), stride, _borrow: PhantomData }
+    }
+
+    /// The same rows for another job.
+    ///
+    /// # Safety
+    /// Jobs of one run that share memory must write disjoint elements, and the copies must not outlive
+    /// the borrow that the first was made from.
+    pub unsafe fn alias(&self) -> OutRows<'a> {
+        OutRows { data: self.data, len: self.len, stride: self.stride, _borrow: PhantomData }
+    }
+
+    /// Writes one element.
+    ///
+    /// # Safety
+    /// The element lies inside (checked once by `run_jobs`) and no other thread touches it meanwhile.
+    #[inline(always)]
+    pub(super) unsafe fn set(&self, row: usize, col: usize, value: f32) {
+        debug_assert!(row * self.stride + col < self.len);
+        // SAFETY: by the contract above.
+        unsafe { *self.data.add(row * self.stride + col) = value }
+    }
+}
+
+/// Which input row goes to which output row.
+#[derive(Clone, Copy)]
+pub enum Rows<'a> {
+    /// Row `i` to row `i`, for `i` below this.
+    All(usize),
+    /// (input row, output row)
+    Map(&'a [(u32, u32)]),
+}
+
+impl Rows<'_> {
+    /// How many rows.
+    pub fn len(&self) -> usize {
+        match self {
+            Rows::All(n) => *n,
+            Rows::Map(map) => map.len(),
+        }
+    }
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Input and output row of pair `i`.
+    #[inline(always)]
+    pub fn get(&self, i: usize) -> (usize, usize) {
+        match self {
+            Rows::All(_) => (i, i),
+            Rows::Map(map) => (map[i].0 as usize, map[i].1 as usize),
+        }
+    }
+    fn max(&self) -> Option<(usize, usize)> {
+        match self {
+            Rows::All(n) => n.checked_sub(1).map(|i| (i, i)),
+            Rows::Map(map) => {
+                let input = map.iter().map(|p| p.0).max()?;
+                let output = map.iter().map(|p| p.1).max()?;
+                Some((input as usize, output as usize))
+            }
+        }
+    }
+}
+
+/// One matrix product: `out[out_row][o] = dot(weight[o], input[in_row]) (+ bias[o])` for all pairs of `rows`.
+pub struct Job<'a> {
+    /// `[out_features, cols]`
+    pub weight: MatrixView<'a>,
+    /// `[.., cols]`
+    pub input: Input<'a>,
+    /// Which rows.
+    pub rows: Rows<'a>,
+    /// `[.., out_features]`
+    pub out: OutRows<'a>,
+    /// `[out_features]`
+    pub bias: Option<&'a [f32]>,
+}
+
+impl Job<'_> {
+    /// Every bound the kernels rely on.
+    fn check(&self) {
+        let (w, format) = (&self.weight, self.weight.format());
+        assert!(self.bias.is_none_or(|b| b.len() >= w.rows()), "bias shorter than the output");
+        let Some((max_in, max_out)) = self.rows.max() else { return };
+        match self.input {
+            Input::F32 { data, stride } => {
+                let end = max_in.checked_mul(stride).and_then(|x| x.checked_add(w.cols()));
+                assert!(
+                    end.is_some_and(|end| end <= data.len()),
+                    "input row {max_in} out of bounds"
+                );
+            }
+            Input::Q8(q) => {
+                assert!(format.is_quantized(), "{} takes f32 activations", format.name());
+                assert_eq!(q.cols(), w.cols(), "columns of activations and weights");
+                assert_eq!(q.order(), format.act_order(), "order of the activations");
+                assert!(max_in < q.max_rows(), "input row {max_in} out of bounds");
+            }
+        }
+        let end = max_out.checked_mul(self.out.stride).and_then(|x| x.checked_add(w.rows()));
+        assert!(end.is_some_and(|end| end <= self.out.len), "output row {max_out} out of bounds");
+        assert!(
+            self.out.stride >= w.rows() || max_out == 0,
+            "output rows overlap: stride {} < {}",
+            self.out.stride,
+            w.rows()
+        );
+    }
+
+    /// Cost of one output feature, in bytes of weights or what takes as long.
+    fn cost(&self) -> usize {
+        let bytes: usize = (0..self.weight.n_planes()).map(|p| self.weight.row_bytes(p)).sum();
+        bytes + self.rows.len() * self.weight.cols() / 16
+    }
+
+    /// Output features of a tile that costs about `target`.
+    fn tile(&self, target: usize) -> usize {
+        let tile = (target / self.cost().max(1)).clamp(MIN_TILE, MAX_TILE);
+        tile.next_multiple_of(MIN_TILE)
+    }
+}
+
+/// A tile of one job: all its rows, some of its output features.
+pub(super) struct Tile<'a> {
+    pub job: &'a Job<'a>,
+    pub features: Range<usize>,
+}
+
+impl Tile<'_> {
+    /// Writes one output, its bias added.
+    ///
+    /// # Safety
+    /// `feature` lies in `features`, `out_row` is one of the job's.
+    #[inline(always)]
+    pub(super) unsafe fn write(&self, out_row: usize, feature: usize, dot: f32) {
+        let y = match self.job.bias {
+            Some(bias) => dot + bias[feature],
+            None => dot,
+        };
+        // SAFETY: `Job::check` has bounded the rows; tiles are disjoint and each is one thread's.
+        unsafe { self.job.out.set(out_row, feature, y) }
+    }
+}
+
+/// Tiles are multiples of this many output features, and small ones are exactly as large.
+const MIN_TILE: usize = 16;
+/// Output features that go over a chunk of activation rows while it is in the cache.
+const MAX_TILE: usize = 128;
+/// Tiles a thread should find, so that the last ones even out.
+const TILES_PER_THREAD: usize = 6;
+
+/// Runs all jobs in one parallel region. Threads draw tiles from a common counter.
+///
+/// # Panics
+/// If a job's rows, strides or bias do not fit its memory, or its activations do not fit its weights.
+pub fn run_jobs(pool: &Pool, level: Level, jobs: &[Job<'_>]) {
+    let mut total = 0usize;
+    for job in jobs {
+        job.check();
+        if !job.rows.is_empty() {
+            total += job.cost() * job.weight.rows();
+        }
+    }
+    let target = total / (pool.threads() * TILES_PER_THREAD);
+    let tiles_of = |job: &Job<'_>| match job.rows.is_empty() {
+        true => 0,
+        false => job.weight.rows().div_ceil(job.tile(target)),
+    };
+    let n_tiles: usize = jobs.iter().map(tiles_of).sum();
+    let next = AtomicUsize::new(0);
+    let work = |_thread: usize| {
+        // A thread's tiles ascend, so it walks the list of jobs once.
+        let (mut j, mut first) = (0, 0);
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= n_tiles {
+                return;
+            }
+            while i - first >= tiles_of(&jobs[j]) {
+                first += tiles_of(&jobs[j]);
+                j += 1;
+            }
+            let job = &jobs[j];
+            let size = job.tile(target);
+            let start = (i - first) * size;
+            let features = start..(start + size).min(job.weight.rows());
+            run_tile(level, &Tile { job, features });
+        }
+    };
+    match n_tiles {
+        0 => {}
+        1 => work(0),
+        _ => pool.run(&work),
+    }
+}
+
+fn run_tile(level: Level, tile: &Tile<'_>) {
+    match (level, tile.job.input) {
+        #[cfg(target_arch = "x86_64")]
+        (Level::Avx512, Input::Q8(q)) => super::avx512::q8_tile(tile, q),
+        #[cfg(target_arch = "x86_64")]
+        (Level::Avx512, Input::F32 { data, stride }) => super::avx512::f32_tile(tile, data, stride),
+        #[cfg(target_arch = "x86_64")]
+        (Level::Avx2, Input::Q8(q)) => super::avx2::q8_tile(tile, q),
+        #[cfg(target_arch = "x86_64")]
+        (Level::Avx2, Input::F32 { data, stride }) => super::avx2::f32_tile(tile, data, stride),
+        (_, Input::Q8(q)) => super::scalar::q8_tile(tile, q),
+        (_, Input::F32 { data, stride }) => super::scalar::f32_tile(tile, data, stride),
+    }
+}

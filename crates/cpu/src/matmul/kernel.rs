@@ -1,0 +1,289 @@
+//! The integer kernel: tiles of output features times activation rows, for any instruction set and format.
+#![cfg(target_arch = "x86_64")]
+
+use std::mem::MaybeUninit;
+
+use forebay_quant::group::{BLOCK, GROUP, LANES};
+use forebay_quant::{Format, Q8Group, Q8Rows};
+
+use super::decode::{Decoded, Decoder};
+use super::isa::{Isa, RowPtrs};
+use super::job::Tile;
+
+/// Activation rows between two decodings of the same weights.
+const ROWS: usize = 32;
+/// Output features whose lane sums are kept at once.
+const FEATURES: usize = 16;
+/// Most bytes that a group takes in one plane.
+const MAX_GROUP_BYTES: usize = 288;
+
+/// Picks the decoder of a format and hands it to `$run`, a function generic over decoders.
+macro_rules! with_decoder {
+    ($format:expr, $run:ident :: <_ $(, $n:literal)*> ($($arg:expr),*)) => {{
+        use $crate::matmul::decode::*;
+        let format: forebay_quant::Format = $format;
+        match format {
+            Format::Q8_0 => $run::<_ $(, $n)*>(&Q8_0, $($arg),*),
+            Format::Q4_1 => $run::<_ $(, $n)*>(&Q4_1, $($arg),*),
+            Format::Q5_0 => $run::<_ $(, $n)*>(&Q5_0, $($arg),*),
+            Format::Q4K => $run::<_ $(, $n)*>(&Q4K, $($arg),*),
+            Format::Q6K => $run::<_ $(, $n)*>(&Q6K, $($arg),*),
+            Format::Mxfp4 => $run::<_ $(, $n)*>(&Mxfp4, $($arg),*),
+            Format::Mxfp4Split => $run::<_ $(, $n)*>(&Mxfp4Split, $($arg),*),
+            Format::MlxAffine { bits: 4, group, params } => {
+                $run::<_ $(, $n)*>(&Mlx::<4> { group: group as usize, params }, $($arg),*)
+            }
+            Format::MlxAffine { bits: 8, group, params } => {
+                $run::<_ $(, $n)*>(&Mlx::<8> { group: group as usize, params }, $($arg),*)
+            }
+            format => {
+                let facts = format.codes().expect("checked: quantised");
+                let offset = facts.offset;
+                match (facts.halves, facts.bias) {
+                    (false, false) => $run(&Portable::<false, false> { format, offset }, $($arg),*),
+                    (false, true) => $run(&Portable::<false, true> { format, offset }, $($arg),*),
+                    (true, false) => $run(&Portable::<true, false> { format, offset }, $($arg),*),
+                    (true, true) => $run(&Portable::<true, true> { format, offset }, $($arg),*),
+                }
+            }
+        }
+    }};
+}
+pub(super) use with_decoder;
+
+/// One tile. A vector holds `I::ROWS` features; `NV` vectors of codes are kept in registers over the rows.
+///
+/// # Safety
+/// The instruction set of `I` must be there. Inputs and outputs were checked by `run_jobs`.
+#[inline(always)]
+pub(super) unsafe fn tile<I: Isa, D: Decoder<I>, const NV: usize>(
+    decoder: &D,
+    tile: &Tile<'_>,
+    q: &Q8Rows,
+) {
+    // SAFETY: as the caller's.
+    unsafe {
+        let rows = tile.job.rows;
+        if rows.len() == 1 {
+            return one_row::<I, D, NV>(decoder, tile, q.row(rows.get(0).0), rows.get(0).1);
+        }
+        for row0 in (0..rows.len()).step_by(ROWS) {
+            many_rows::<I, D, NV>(decoder, tile, q, row0, (rows.len() - row0).min(ROWS));
+        }
+    }
+}
+
+/// Pointers to the first group of `I::ROWS` features, in each plane.
+#[derive(Clone, Copy)]
+struct Features {
+    planes: [RowPtrs; 3],
+}
+
+impl Features {
+    /// Features `first..first + I::ROWS`; those from `end` on are replaced by the last.
+    #[inline(always)]
+    fn new<I: Isa>(tile: &Tile<'_>, first: usize) -> Features {
+        let weight = &tile.job.weight;
+        let last = tile.features.end - 1;
+        let planes = std::array::from_fn(|p| {
+            if p >= weight.n_planes() {
+                return [std::ptr::null(); 2];
+            }
+            [first.min(last), (first + I::ROWS - 1).min(last)].map(|f| weight.row(p, f).as_ptr())
+        });
+        Features { planes }
+    }
+
+    #[inline(always)]
+    fn group(&self, g: usize, bytes: [usize; 3]) -> [RowPtrs; 3] {
+        std::array::from_fn(|p| self.planes[p].map(|row| row.wrapping_add(g * bytes[p])))
+    }
+
+    /// Decodes a last group of fewer than 8 blocks through a padded copy: nothing behind it is read.
+    #[inline(always)]
+    unsafe fn decode_tail<I: Isa, D: Decoder<I>>(
+        &self,
+        decoder: &D,
+        format: Format,
+        g: usize,
+        blocks: usize,
+    ) -> Decoded<I> {
+        let bytes = format.group_bytes();
+        let mut padded = [[[0u8; MAX_GROUP_BYTES]; 2]; 3];
+        // SAFETY: the row has `blocks` more blocks at group g, and they fit the buffer.
+        unsafe {
+            let group = self.group(g, bytes);
+            for p in 0..3 {
+                for r in 0..I::ROWS {
+                    let there = bytes[p] * blocks / LANES;
+                    if there > 0 {
+                        group[p][r].copy_to_nonoverlapping(padded[p][r].as_mut_ptr(), there);
+                    }
+                }
+            }
+            let rows = std::array::from_fn(|p| padded[p].each_ref().map(|row| row.as_ptr()));
+            let mut w = decoder.decode(rows);
+            w.ws = w.ws.map(|x| I::keep_blocks(x, blocks));
+            w.wb = w.wb.map(|x| I::keep_blocks(x, blocks));
+            w
+        }
+    }
+}
+
+/// Adds one group to the lanes.
+#[inline(always)]
+unsafe fn add_group<I: Isa, D: Decoder<I>>(
+    decoder: &D,
+    w: &Decoded<I>,
+    a: *const Q8Group,
+    acc: I::F,
+) -> I::F {
+    let (facts, offset) = (D::FACTS, decoder.offset());
+    // SAFETY: a points to a group of activations.
+    unsafe {
+        let scale = I::act_f32(&raw const (*a).scale);
+        let sum = I::act_i32(&raw const (*a).sum);
+        if !facts.halves {
+            let dot = I::dot::<8>(&w.codes, 0, offset, facts.max_code, a, sum);
+            let acc = I::fma(I::to_f32(dot), I::mul(w.ws[0], scale), acc);
+            if !facts.bias {
+                return acc;
+            }
+            return I::fma(w.wb[0], I::act_f32(&raw const (*a).asum), acc);
+        }
+        let first = I::act_i32(&raw const (*a).sum_first);
+        let sums = [first, I::sub(sum, first)];
+        let mut acc = acc;
+        for half in 0..2 {
+            let dot = I::dot::<4>(&w.codes, 4 * half, offset, facts.max_code, a, sums[half]);
+            acc = I::fma(I::to_f32(dot), I::mul(w.ws[half], scale), acc);
+            if facts.bias {
+                let asum = I::mul(scale, I::to_f32(sums[half]));
+                acc = I::fma(w.wb[half], asum, acc);
+            }
+        }
+        acc
+    }
+}
+
+/// Whole groups of a row, and blocks of a shorter last one.
+#[inline(always)]
+fn groups_of(cols: usize) -> (usize, usize) {
+    (cols / GROUP, cols % GROUP / BLOCK)
+}
+
+/// One activation row: the weights stream through, lane sums stay in registers.
+#[inline(always)]
+unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
+    decoder: &D,
+    tile: &Tile<'_>,
+    a: &[Q8Group],
+    out_row: usize,
+) {
+    let weight = &tile.job.weight;
+    let bytes = weight.format().group_bytes();
+    let (whole, rest) = groups_of(weight.cols());
+    // SAFETY: groups lie within the rows, activations have as many.
+    unsafe {
+        for f0 in tile.features.clone().step_by(NV * I::ROWS) {
+            let ptrs: [Features; NV] =
+                std::array::from_fn(|v| Features::new::<I>(tile, f0 + v * I::ROWS));
+            let mut acc = [I::zero(); NV];
+            for g in 0..whole {
+                for v in 0..NV {
+                    let w = decoder.decode(ptrs[v].group(g, bytes));
+                    acc[v] = add_group(decoder, &w, a.as_ptr().add(g), acc[v]);
+                }
+            }
+            if rest > 0 {
+                for v in 0..NV {
+                    let w = ptrs[v].decode_tail(decoder, weight.format(), whole, rest);
+                    acc[v] = add_group(decoder, &w, a.as_ptr().add(whole), acc[v]);
+                }
+            }
+            for v in 0..NV {
+                write::<I>(tile, out_row, f0 + v * I::ROWS, acc[v]);
+            }
+        }
+    }
+}
+
+/// Joins and writes the features of one vector.
+#[inline(always)]
+unsafe fn write<I: Isa>(tile: &Tile<'_>, out_row: usize, first: usize, acc: I::F) {
+    // SAFETY: only features of the tile are written.
+    unsafe {
+        let dots = I::join(acc);
+        for (i, dot) in dots.into_iter().enumerate().take(I::ROWS) {
+            if first + i < tile.features.end {
+                tile.write(out_row, first + i, dot);
+            }
+        }
+    }
+}
+
+/// Lane sums `[vector of features][activation row]`, each `I::ROWS * 8` floats.
+#[repr(C, align(64))]
+struct Sums([f32; ROWS * FEATURES * LANES]);
+
+/// `n` activation rows from `row0` on: each group of weights is decoded once for all of them.
+#[inline(always)]
+unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
+    decoder: &D,
+    tile: &Tile<'_>,
+    q: &Q8Rows,
+    row0: usize,
+    n: usize,
+) {
+    let (weight, rows) = (&tile.job.weight, tile.job.rows);
+    let bytes = weight.format().group_bytes();
+    let (whole, rest) = groups_of(weight.cols());
+    let a: [*const Q8Group; ROWS] =
+        std::array::from_fn(|r| q.row(rows.get(row0 + r.min(n - 1)).0).as_ptr());
+    let mut sums = MaybeUninit::<Sums>::uninit();
+    let sums = sums.as_mut_ptr().cast::<f32>();
+    let width = I::ROWS * LANES;
+    // SAFETY: groups lie within the rows, activations have as many; `sums` has room for
+    // FEATURES * LANES floats for each row and its used part is zeroed first.
+    unsafe {
+        for f0 in tile.features.clone().step_by(FEATURES) {
+            let n_features = (tile.features.end - f0).min(FEATURES);
+            let n_sub = n_features.div_ceil(NV * I::ROWS);
+            sums.write_bytes(0, n_sub * NV * n * width);
+            let ptrs: [Features; FEATURES] =
+                std::array::from_fn(|v| Features::new::<I>(tile, f0 + v * I::ROWS));
+            for g in 0..whole + (rest > 0) as usize {
+                for sub in 0..n_sub {
+                    let w: [Decoded<I>; NV] = std::array::from_fn(|v| {
+                        let p = &ptrs[sub * NV + v];
+                        if g < whole {
+                            decoder.decode(p.group(g, bytes))
+                        } else {
+                            p.decode_tail(decoder, weight.format(), g, rest)
+                        }
+                    });
+                    let mut acc = sums.add(sub * NV * n * width);
+                    for a in &a[..n] {
+                        let a = a.add(g);
+                        let new: [I::F; NV] = std::array::from_fn(|v| {
+                            add_group(decoder, &w[v], a, I::load_acc(acc.add(v * width)))
+                        });
+                        for v in 0..NV {
+                            I::store_acc(new[v], acc.add(v * width));
+                        }
+                        acc = acc.add(NV * width);
+                    }
+                }
+            }
+            for sub in 0..n_sub {
+                for r in 0..n {
+                    for v in 0..NV {
+                        let acc = I::load_acc(sums.add(((sub * n + r) * NV + v) * width));
+                        let first = f0 + (sub * NV + v) * I::ROWS;
+                        write::<I>(tile, rows.get(row0 + r).1, first, acc);
+                    }
+                }
+            }
+        }
+    }
+}
