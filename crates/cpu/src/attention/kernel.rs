@@ -432,8 +432,9 @@ fn merge<const T: usize>(
             *acc = acc_b[t];
             continue;
         };
+        let (old, new) = (old[t], new[t]);
         for j in 0..BLOCK {
-            acc[j] = acc[j].mul_add(old[t], acc_b[t][j] * new[t]);
+            acc[j] = acc[j].mul_add(old, acc_b[t][j] * new);
         }
     }
 }
