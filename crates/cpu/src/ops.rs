@@ -196,24 +196,17 @@ per_level! {
     }
 }
 
-/// A gated activation: `out = act(gate) * up`, element by element; see [`Activation`] for the formulas.
-/// Three slices of one length.
-pub fn glu(
-    pool: &Pool,
-    level: Level,
-    activation: Activation,
-    gate: &[f32],
-    up: &[f32],
-    out: &mut [f32],
-) {
-    assert!(gate.len() == up.len() && gate.len() == out.len());
-    for_each_chunk(pool, out, |range, out| {
-        let (gate, up) = (&gate[range.clone()], &up[range]);
+/// A gated activation in place: `gate = act(gate) * up`, element by element; see [`Activation`] for the
+/// formulas. Two slices of one length.
+pub fn glu(pool: &Pool, level: Level, activation: Activation, gate: &mut [f32], up: &[f32]) {
+    assert!(gate.len() == up.len());
+    for_each_chunk(pool, gate, |range, gate| {
+        let up = &up[range];
         match activation {
-            Activation::Silu => silu_glu(level, gate, up, out),
-            Activation::GeluTanh => gelu_glu(level, gate, up, out),
+            Activation::Silu => silu_glu(level, gate, up),
+            Activation::GeluTanh => gelu_glu(level, gate, up),
             Activation::ClampedSwiglu { alpha, limit } => {
-                clamped_swiglu(level, gate, up, alpha, limit, out)
+                clamped_swiglu(level, gate, up, alpha, limit)
             }
             other => panic!("the CPU backend has no kernel for {other:?}"),
         }
@@ -223,10 +216,11 @@ pub fn glu(
 macro_rules! glu_kernel {
     ($name:ident($($param:ident),*) = |$g:ident, $u:ident| $value:expr) => {
         per_level! {
-            fn $name(gate: &[f32], up: &[f32], $($param: f32,)* out: &mut [f32]) = {
+            fn $name(gate: &mut [f32], up: &[f32], $($param: f32),*) = {
                 #[inline(always)]
-                fn body(gate: &[f32], up: &[f32], $($param: f32,)* out: &mut [f32]) {
-                    for ((o, &$g), &$u) in out.iter_mut().zip(gate).zip(up) {
+                fn body(gate: &mut [f32], up: &[f32], $($param: f32),*) {
+                    for (o, &$u) in gate.iter_mut().zip(up) {
+                        let $g = *o;
                         *o = $value;
                     }
                 }
@@ -581,8 +575,8 @@ mod tests {
             let up: Vec<f32> = random(n, 7).iter().map(|x| x * 12.0).collect();
             for activation in [Activation::Silu, Activation::GeluTanh, clamped] {
                 let got = same_everywhere(|pool, level| {
-                    let mut out = vec![0.0; n];
-                    glu(pool, level, activation, &gate, &up, &mut out);
+                    let mut out = gate.clone();
+                    glu(pool, level, activation, &mut out, &up);
                     out
                 });
                 for i in 0..n {
