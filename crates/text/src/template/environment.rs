@@ -1,0 +1,139 @@
+//! The environment that transformers gives to chat templates, in minijinja.
+
+use std::ops::RangeInclusive;
+
+use minijinja::value::{Rest, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
+
+use super::{json, methods, python};
+use crate::error::{TextError, one_line};
+
+/// Private-use characters that stand for characters of user text while a template runs.
+pub(crate) const PLACEHOLDERS: RangeInclusive<char> = '\u{f1000}'..='\u{f1fff}';
+
+/// Work that one rendering may do: a template is somebody else's program.
+const FUEL: u64 = 20_000_000;
+
+/// An empty environment with everything that templates count on.
+pub(super) fn environment() -> Environment<'static> {
+    let mut env = Environment::new();
+    env.set_trim_blocks(true);
+    env.set_lstrip_blocks(true);
+    env.set_auto_escape_callback(|_| AutoEscape::None);
+    env.set_unknown_method_callback(methods::call);
+    env.set_formatter(|out, _, value| out.write_str(&python::str_of(value)).map_err(Error::from));
+    set_fuel(&mut env);
+
+    env.add_filter("tojson", |value: Value, args: Rest<Value>| {
+        json::tojson(&value, args).map(Value::from_safe_string)
+    });
+    env.add_filter("string", |value: Value| python::str_of(&value));
+    env.add_filter("trim", |value: Value, chars: Option<String>| {
+        methods::strip(&python::str_of(&value), chars.as_deref(), true, true).to_owned()
+    });
+    env.add_filter("items", items);
+    env.add_filter("join", join);
+
+    env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    env.add_test("sequence", |value: &Value| {
+        matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
+    });
+    env.add_test("number", |value: &Value| {
+        matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
+    });
+
+    env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
+        let refusal = Refusal(python::str_of(&message));
+        Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(refusal))
+    });
+    env
+}
+
+/// Bounds the work of a rendering.
+fn set_fuel(env: &mut Environment<'static>) {
+    env.set_fuel(Some(FUEL));
+    env.set_recursion_limit(200);
+}
+
+/// `dict.items`; of an undefined value there are none.
+fn items(state: &State, value: &Value) -> Result<Value, Error> {
+    match value.kind() {
+        ValueKind::Undefined => Ok(Value::from(Vec::<Value>::new())),
+        ValueKind::Map => methods::call(state, value, "items", &[]),
+        kind => {
+            Err(Error::new(ErrorKind::InvalidOperation, format!("items: {kind} is not a mapping")))
+        }
+    }
+}
+
+/// `join`, each item as Python prints it.
+fn join(value: Value, by: Option<String>, rest: minijinja::value::Kwargs) -> Result<String, Error> {
+    let attribute: Option<String> = rest.get("attribute")?;
+    rest.assert_all_used()?;
+    let mut texts = Vec::new();
+    for item in value.try_iter()? {
+        let item = match &attribute {
+            Some(name) => item.get_attr(name)?,
+            None => item,
+        };
+        texts.push(python::str_of(&item));
+    }
+    Ok(texts.join(by.as_deref().unwrap_or_default()))
+}
+
+/// What a template said to `raise_exception`.
+#[derive(Debug)]
+struct Refusal(String);
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+/// A template's own refusal, or what went wrong and where.
+pub(super) fn template_error(error: &Error) -> TextError {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    let mut innermost = error;
+    while let Some(at) = cause {
+        if let Some(Refusal(message)) = at.downcast_ref() {
+            return TextError::Refused { message: one_line(message) };
+        }
+        if let Some(at) = at.downcast_ref::<Error>() {
+            innermost = at;
+        }
+        cause = at.source();
+    }
+    let detail = match innermost.detail() {
+        Some(detail) => format!("{}: {detail}", innermost.kind()),
+        None => innermost.kind().to_string(),
+    };
+    TextError::Template { line: innermost.line().unwrap_or(0), detail: one_line(&detail) }
+}
+
+/// `{% generation %}` marks what the model wrote, for training; here its content is all that counts.
+pub(super) fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        out.push_str(before);
+        let Some(end) = tag.find("%}").map(|end| end + 2) else {
+            rest = tag;
+            break;
+        };
+        let (tag, after) = tag.split_at(end);
+        let word =
+            tag[2..end - 2].trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
