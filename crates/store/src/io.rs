@@ -253,3 +253,12 @@ fn attempt(file: &dyn ReadAt, buf: &mut [u8], offset: u64) -> io::Result<usize> 
         }
     }
 }
+
+/// The entry of a file as it is now: for files that no catalog describes (benches, tests).
+pub fn entry_of(path: &Path) -> Result<FileEntry, StoreError> {
+    let state = System
+        .open(path, Access::Buffered)
+        .and_then(|file| file.state())
+        .map_err(|source| StoreError::Open { path: path.into(), source })?;
+    Ok(FileEntry { path: path.into(), len: state.len, mtime_ns: state.mtime_ns })
+}

@@ -12,7 +12,9 @@ use crate::error::StoreError;
 use crate::io::FileSet;
 use crate::map::FileMap;
 use crate::queue::IoOptions;
-use crate::spec::{StoreSpec, check_expert_scales, expert_extents, expert_layout, expert_view};
+use crate::spec::{
+    LayerExperts, StoreSpec, check_expert_scales, expert_extents, expert_layout, expert_view,
+};
 use crate::stats::StoreStats;
 use crate::store::{ExpertStore, Lease, Residency};
 use crate::stream::check_distinct;
@@ -54,12 +56,27 @@ impl PresentStore {
         let mut reader = |extent| spec.reader_of(extent);
         let image = TrunkImage::load_for(files, &spec.extents(), io, &mut reader, progress)?;
         let mut store = PresentStore::new(spec, Source::Image(image));
-        for (layer, experts) in spec.layers.iter().enumerate() {
-            for expert in 0..experts.experts.len() {
-                store.check_scales(layer, expert as u16)?;
-            }
-        }
+        store.check_all_scales(io.threads)?;
         Ok(store)
+    }
+
+    /// Every expert's scales, on several threads: it walks through all of the memory.
+    fn check_all_scales(&mut self, threads: usize) -> Result<(), StoreError> {
+        let share = self.spec.layers.len().div_ceil(threads.max(1)).max(1);
+        let source = &self.source;
+        std::thread::scope(|scope| {
+            let checks: Vec<_> = self
+                .spec
+                .layers
+                .chunks(share)
+                .map(|layers| {
+                    scope.spawn(move || layers.iter().try_for_each(|l| source.check_layer(l)))
+                })
+                .collect();
+            checks.into_iter().try_for_each(|check| check.join().expect("checks do not panic"))
+        })?;
+        self.scales_good.iter_mut().for_each(|layer| layer.fill(true));
+        Ok(())
     }
 
     pub(crate) fn map(spec: &StoreSpec, files: Arc<FileSet>) -> Result<PresentStore, StoreError> {
@@ -111,6 +128,12 @@ impl PresentStore {
 }
 
 impl Source {
+    fn check_layer(&self, layer: &LayerExperts) -> Result<(), StoreError> {
+        layer.experts.iter().enumerate().try_for_each(|(expert, weights)| {
+            check_expert_scales(weights, |extent| self.bytes(extent), layer.layer, expert as u16)
+        })
+    }
+
     fn bytes(&self, extent: Extent) -> &[u8] {
         match self {
             Source::Image(image) => image.bytes(extent),

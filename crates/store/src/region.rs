@@ -308,6 +308,12 @@ mod tests {
     }
 
     #[test]
+    fn refused_memory_is_an_error() {
+        let error = Region::new(isize::MAX as usize, HugePages::Default).unwrap_err();
+        assert_eq!(error.class(), "OutOfMemoryBudget");
+    }
+
+    #[test]
     #[should_panic(expected = "disjoint")]
     fn overlapping_pieces_are_refused() {
         let region = Region::new(ALIGN, HugePages::Default).unwrap();

@@ -1,6 +1,5 @@
 //! What a store holds: the routed experts of every MoE layer and where their bytes lie.
 
-use forebay_files::FileEntry;
 use forebay_models::{ExpertWeights, Extent, WeightRef};
 use forebay_quant::{BadScale, MatrixError, MatrixView, PlaneView, check_scales};
 
@@ -175,14 +174,4 @@ fn check_shape(weight: &WeightRef) -> Result<(), MatrixError> {
         }
     }
     Ok(())
-}
-
-/// The entry of a file as it is now: for files that no catalog describes (benches, tests).
-pub fn entry_of(path: &std::path::Path) -> Result<FileEntry, StoreError> {
-    use crate::platform::{Access, Platform, System};
-    let state = System
-        .open(path, Access::Buffered)
-        .and_then(|file| file.state())
-        .map_err(|source| StoreError::Open { path: path.into(), source })?;
-    Ok(FileEntry { path: path.into(), len: state.len, mtime_ns: state.mtime_ns })
 }

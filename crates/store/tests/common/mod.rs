@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use forebay_files::FileEntry;
 use forebay_models::{ExpertWeights, Extent, PlaneRef, WeightRef};
 use forebay_quant::{Format, MatrixView, ParamType};
-use forebay_store::spec::entry_of;
+use forebay_store::io::entry_of;
 use forebay_store::{ExpertView, LayerExperts, StoreSpec};
 
 pub struct Rng(pub u64);
