@@ -83,8 +83,7 @@ impl Isa for Avx2 {
 
     ops! {
         fn load(rows: RowPtrs, lo: usize, hi: usize) -> __m256i {
-            let lane = |at: usize| _mm_loadu_si128(rows[0].add(at).cast());
-            _mm256_set_m128i(lane(hi), lane(lo))
+            _mm256_loadu2_m128i(rows[0].add(hi).cast(), rows[0].add(lo).cast())
         }
         fn words(rows: [[u32; 8]; 2]) -> __m256i { _mm256_loadu_si256(rows.as_ptr().cast()) }
         fn splat(b: u8) -> __m256i { _mm256_set1_epi8(b as i8) }
@@ -173,9 +172,7 @@ impl Isa for Avx2 {
     ) -> __m256i {
         // SAFETY: a points to a group of activations.
         unsafe {
-            let word = |j: usize| {
-                _mm256_loadu_si256((&raw const (*a).codes).cast::<__m256i>().add(from + j))
-            };
+            let words = (&raw const (*a).codes).cast::<__m256i>().add(from);
             let ones = _mm256_set1_epi16(1);
             // Signed codes are `code - 128`: that much of the offset is already in them.
             let signed = max_code > 63;
@@ -189,11 +186,12 @@ impl Isa for Avx2 {
             let mut part = _mm256_setzero_si256();
             for j in 0..N {
                 let code = codes[from + j];
+                let word = _mm256_loadu_si256(words.add(j));
                 let pairs = if signed {
                     let code = _mm256_xor_si256(code, _mm256_set1_epi8(-128));
-                    _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(word(j), code))
+                    _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(word, code))
                 } else {
-                    _mm256_maddubs_epi16(code, word(j))
+                    _mm256_maddubs_epi16(code, word)
                 };
                 part = if j % run == 0 { pairs } else { _mm256_add_epi16(part, pairs) };
                 if j % run == run - 1 || j == N - 1 {

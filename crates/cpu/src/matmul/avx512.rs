@@ -75,9 +75,9 @@ impl Isa for Avx512 {
 
     ops! {
         fn load(rows: RowPtrs, lo: usize, hi: usize) -> __m512i {
-            let lane = |r: usize, at: usize| _mm_loadu_si128(rows[r].add(at).cast());
-            let a = _mm256_set_m128i(lane(0, hi), lane(0, lo));
-            let b = _mm256_set_m128i(lane(1, hi), lane(1, lo));
+            let (a, b) = (rows[0], rows[1]);
+            let a = _mm256_loadu2_m128i(a.add(hi).cast(), a.add(lo).cast());
+            let b = _mm256_loadu2_m128i(b.add(hi).cast(), b.add(lo).cast());
             _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
         }
         fn words(rows: [[u32; 8]; 2]) -> __m512i { _mm512_loadu_si512(rows.as_ptr().cast()) }
@@ -172,16 +172,14 @@ impl Isa for Avx512 {
     ) -> __m512i {
         // SAFETY: a points to a group of activations.
         unsafe {
-            let word = |j: usize| {
-                let p = (&raw const (*a).codes).cast::<__m256i>().add(from + j);
-                _mm512_broadcast_i64x4(_mm256_loadu_si256(p))
-            };
+            let words = (&raw const (*a).codes).cast::<__m256i>().add(from);
             let mut dot = match offset {
                 0 => _mm512_setzero_si512(),
                 _ => _mm512_mullo_epi32(sum, _mm512_set1_epi32(-offset)),
             };
             for j in 0..N {
-                dot = _mm512_dpbusd_epi32(dot, codes[from + j], word(j));
+                let word = _mm512_broadcast_i64x4(_mm256_loadu_si256(words.add(j)));
+                dot = _mm512_dpbusd_epi32(dot, codes[from + j], word);
             }
             dot
         }

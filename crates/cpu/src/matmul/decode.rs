@@ -2,6 +2,9 @@
 //!
 //! They give what `forebay_quant::decode_group` and `pack_codes` give. All read exactly the bytes of a whole
 //! group; the kernel copies a shorter last group into a padded buffer.
+//!
+//! No closures around vector operations, here or in the kernels: a closure is a function of its own without the
+//! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
 use forebay_quant::group::{
     E2M1_CODES, GROUP, Group, decode_group, pack_codes, param_at, q4_k_scales,
@@ -51,27 +54,47 @@ unsafe fn bytes<const N: usize>(p: *const u8, at: usize) -> [u8; N] {
     unsafe { p.add(at).cast::<[u8; N]>().read_unaligned() }
 }
 
-/// Eight half words at `at`, `at + stride`, ... of each row.
+/// Eight half words of a row at `at`, `at + stride`, ...
+#[inline(always)]
+unsafe fn half_words(p: *const u8, at: usize, stride: usize) -> [u16; 8] {
+    let mut out = [0; 8];
+    for (b, out) in out.iter_mut().enumerate() {
+        // SAFETY: as `bytes`.
+        *out = u16::from_le_bytes(unsafe { bytes(p, at + b * stride) });
+    }
+    out
+}
+
+/// Eight half floats at `at`, `at + stride`, ... of each row.
 #[inline(always)]
 unsafe fn halves<I: Isa>(rows: RowPtrs, at: usize, stride: usize) -> I::F {
     // SAFETY: as `bytes`.
     unsafe {
-        let row = |r: usize| -> [u16; 8] {
-            std::array::from_fn(|b| u16::from_le_bytes(bytes(rows[r], at + b * stride)))
-        };
-        I::f16([row(0), if I::ROWS == 2 { row(1) } else { [0; 8] }])
+        let second = if I::ROWS == 2 { half_words(rows[1], at, stride) } else { [0; 8] };
+        I::f16([half_words(rows[0], at, stride), second])
     }
 }
 
-/// Eight bytes at `at`, `at + stride`, ... of each row.
+/// One half float of each row.
 #[inline(always)]
-unsafe fn strided(rows: RowPtrs, at: usize, stride: usize) -> [u64; 2] {
+unsafe fn half<I: Isa>(rows: RowPtrs, at: usize) -> I::F {
     // SAFETY: as `bytes`.
     unsafe {
-        let row =
-            |p| u64::from_le_bytes(std::array::from_fn(|b| bytes::<1>(p, at + b * stride)[0]));
-        [row(rows[0]), row(rows[1])]
+        let first = u16::from_le_bytes(bytes(rows[0], at));
+        let second = if I::ROWS == 2 { u16::from_le_bytes(bytes(rows[1], at)) } else { 0 };
+        I::f16_splat([first, second])
     }
+}
+
+/// Eight bytes of a row at `at`, `at + stride`, ..., the first one lowest.
+#[inline(always)]
+unsafe fn strided(p: *const u8, at: usize, stride: usize) -> u64 {
+    let mut out = 0;
+    for b in 0..8 {
+        // SAFETY: as `bytes`.
+        out |= (unsafe { bytes::<1>(p, at + b * stride) }[0] as u64) << (8 * b);
+    }
+    out
 }
 
 /// 16 bytes of each of the eight blocks at `at`, `at + stride`, ...: words 0..4 of all blocks.
@@ -79,20 +102,58 @@ unsafe fn strided(rows: RowPtrs, at: usize, stride: usize) -> [u64; 2] {
 unsafe fn words<I: Isa>(rows: RowPtrs, at: usize, stride: usize) -> [I::V; 4] {
     // SAFETY: as `bytes`.
     unsafe {
-        I::transpose(std::array::from_fn(|k| I::load(rows, at + k * stride, at + (k + 4) * stride)))
+        I::transpose([
+            I::load(rows, at, at + 4 * stride),
+            I::load(rows, at + stride, at + 5 * stride),
+            I::load(rows, at + 2 * stride, at + 6 * stride),
+            I::load(rows, at + 3 * stride, at + 7 * stride),
+        ])
     }
+}
+
+/// The low nibbles of all bytes.
+#[inline(always)]
+unsafe fn low<I: Isa>(v: I::V) -> I::V {
+    // SAFETY: register operations.
+    unsafe { I::and(v, I::splat(15)) }
+}
+
+/// The high nibbles of all bytes.
+#[inline(always)]
+unsafe fn high<I: Isa>(v: I::V) -> I::V {
+    // SAFETY: register operations.
+    unsafe { I::and(I::shr::<4>(v), I::splat(15)) }
 }
 
 /// Low nibbles to words 0..4, high ones to words 4..8.
 #[inline(always)]
-unsafe fn split_nibbles<I: Isa>(v: [I::V; 4]) -> [I::V; 8] {
+unsafe fn split_nibbles<I: Isa>([a, b, c, d]: [I::V; 4]) -> [I::V; 8] {
     // SAFETY: register operations.
     unsafe {
-        let mask = I::splat(15);
-        let low = |i: usize| I::and(v[i], mask);
-        let high = |i: usize| I::and(I::shr::<4>(v[i]), mask);
-        [low(0), low(1), low(2), low(3), high(0), high(1), high(2), high(3)]
+        [
+            low::<I>(a),
+            low::<I>(b),
+            low::<I>(c),
+            low::<I>(d),
+            high::<I>(a),
+            high::<I>(b),
+            high::<I>(c),
+            high::<I>(d),
+        ]
     }
+}
+
+/// Nibbles to E2M1 codes.
+#[inline(always)]
+unsafe fn e2m1<I: Isa>(mut codes: [I::V; 8]) -> [I::V; 8] {
+    // SAFETY: register operations.
+    unsafe {
+        let table = I::repeat(&E2M1_CODES);
+        for code in &mut codes {
+            *code = I::lookup(table, *code);
+        }
+    }
+    codes
 }
 
 #[inline(always)]
@@ -110,8 +171,11 @@ impl<I: Isa> Decoder<I> for Q8_0 {
         unsafe {
             let ws = halves::<I>(p, 0, 34);
             let sign = I::splat(0x80);
-            let codes = concat(words::<I>(p, 2, 34), words::<I>(p, 18, 34));
-            Decoded { codes: codes.map(|c| I::xor(c, sign)), ws: [ws; 2], wb: [ws; 2] }
+            let mut codes = concat(words::<I>(p, 2, 34), words::<I>(p, 18, 34));
+            for code in &mut codes {
+                *code = I::xor(*code, sign);
+            }
+            Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
     }
 }
@@ -140,15 +204,21 @@ impl<I: Isa> Decoder<I> for Q5_0 {
         // SAFETY: blocks of 22 bytes, 176 in all.
         unsafe {
             let ws = halves::<I>(p, 0, 22);
-            let row = |r: usize| -> [u32; 8] {
-                std::array::from_fn(|b| u32::from_le_bytes(bytes(p[r], 2 + b * 22)))
-            };
-            let high = I::words([row(0), if I::ROWS == 2 { row(1) } else { [0; 8] }]);
+            let mut words32 = [[0; 8]; 2];
+            for r in 0..I::ROWS {
+                for b in 0..8 {
+                    words32[r][b] = u32::from_le_bytes(bytes(p[r], 2 + b * 22));
+                }
+            }
+            let high = I::words(words32);
             let mut codes = split_nibbles::<I>(words::<I>(p, 6, 22));
             for (j, code) in codes.iter_mut().enumerate() {
                 // Elements 4j..4j+4 have their high bits in one half of byte j / 2 of their block's word.
-                let select: [u8; 16] = std::array::from_fn(|i| (i / 4 * 4 + j / 2) as u8);
-                let bit: [u8; 16] = std::array::from_fn(|i| 1 << (i % 4 + j % 2 * 4));
+                let (mut select, mut bit) = ([0; 16], [0; 16]);
+                for i in 0..16 {
+                    select[i] = (i / 4 * 4 + j / 2) as u8;
+                    bit[i] = 1 << (i % 4 + j % 2 * 4);
+                }
                 let spread = I::lookup(high, I::repeat(&select));
                 *code = I::or(*code, I::where_bits(spread, I::repeat(&bit), 16));
             }
@@ -165,24 +235,22 @@ impl<I: Isa> Decoder<I> for Q4K {
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 144 bytes.
         unsafe {
-            let half = |at| [0, 1].map(|r: usize| u16::from_le_bytes(bytes(p[r], at)));
             let (s0, m0) = q4_k_scales(&bytes(p[0], 4));
             let (s1, m1) = if I::ROWS == 2 { q4_k_scales(&bytes(p[1], 4)) } else { (0, 0) };
-            let ws = I::mul(I::f16_splat(half(0)), I::u8([s0, s1]));
-            let wb = I::negate(I::mul(I::f16_splat(half(2)), I::u8([m0, m1])));
-            // 32 bytes hold a pair of blocks: low nibbles the even one, high nibbles the odd one.
-            let mask = I::splat(15);
-            let quarter = |at: usize| {
-                let (even, odd) = (I::load(p, at, at + 64), I::load(p, at + 32, at + 96));
-                I::transpose([
-                    I::and(even, mask),
-                    I::and(I::shr::<4>(even), mask),
-                    I::and(odd, mask),
-                    I::and(I::shr::<4>(odd), mask),
-                ])
-            };
-            Decoded { codes: concat(quarter(16), quarter(32)), ws: [ws; 2], wb: [wb; 2] }
+            let ws = I::mul(half::<I>(p, 0), I::u8([s0, s1]));
+            let wb = I::negate(I::mul(half::<I>(p, 2), I::u8([m0, m1])));
+            Decoded { codes: concat(q4_k_words::<I>(p, 16), q4_k_words::<I>(p, 32)), ws: [ws; 2], wb: [wb; 2] }
         }
+    }
+}
+
+/// Words 0..4 or 4..8: 32 bytes hold a pair of blocks, low nibbles the even one, high nibbles the odd one.
+#[inline(always)]
+unsafe fn q4_k_words<I: Isa>(p: RowPtrs, at: usize) -> [I::V; 4] {
+    // SAFETY: as `bytes`.
+    unsafe {
+        let (even, odd) = (I::load(p, at, at + 64), I::load(p, at + 32, at + 96));
+        I::transpose([low::<I>(even), high::<I>(even), low::<I>(odd), high::<I>(odd)])
     }
 }
 
@@ -194,37 +262,56 @@ impl<I: Isa> Decoder<I> for Q6K {
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 210 bytes.
         unsafe {
-            let d = I::f16_splat([0, 1].map(|r: usize| u16::from_le_bytes(bytes(p[r], 208))));
-            let scales = [0, 1].map(|r: usize| u128::from_le_bytes(bytes(p[r], 192)));
-            let ws = [0, 8].map(|shift| I::mul(d, I::i8(scales.map(|s| even_bytes(s >> shift)))));
-            let (mask, mask2) = (I::splat(15), I::splat(0x30));
-            let quarter = |at: usize| {
-                let a = I::load(p, at, at + 64);
-                let b = I::load(p, at + 32, at + 96);
-                let h = I::load(p, at + 128, at + 160);
-                let low = |v| I::and(v, mask);
-                let high = |v| I::and(I::shr::<4>(v), mask);
-                I::transpose([
-                    I::or(low(a), I::and(I::shl::<4>(h), mask2)),
-                    I::or(low(b), I::and(I::shl::<2>(h), mask2)),
-                    I::or(high(a), I::and(h, mask2)),
-                    I::or(high(b), I::and(I::shr::<2>(h), mask2)),
-                ])
-            };
-            Decoded { codes: concat(quarter(0), quarter(16)), ws, wb: ws }
+            let d = half::<I>(p, 208);
+            let first = q6_k_scales(p[0]);
+            let second = if I::ROWS == 2 { q6_k_scales(p[1]) } else { [0; 2] };
+            let ws = [
+                I::mul(d, I::i8([first[0], second[0]])),
+                I::mul(d, I::i8([first[1], second[1]])),
+            ];
+            let codes = concat(q6_k_words::<I>(p, 0), q6_k_words::<I>(p, 16));
+            Decoded { codes, ws, wb: ws }
         }
     }
 }
 
-/// Bytes 0, 2, 4, ... of 16.
+/// Words 0..4 or 4..8 of all blocks: 4 low bits of two blocks in a byte, 2 high bits of four.
 #[inline(always)]
-fn even_bytes(x: u128) -> u64 {
-    let squeeze = |x: u64| {
-        let x = x & 0x00ff_00ff_00ff_00ff;
-        let x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
-        (x | x >> 16) & 0xffff_ffff
+unsafe fn q6_k_words<I: Isa>(p: RowPtrs, at: usize) -> [I::V; 4] {
+    // SAFETY: as `bytes`.
+    unsafe {
+        let a = I::load(p, at, at + 64);
+        let b = I::load(p, at + 32, at + 96);
+        let h = I::load(p, at + 128, at + 160);
+        let mask = I::splat(0x30);
+        I::transpose([
+            I::or(low::<I>(a), I::and(I::shl::<4>(h), mask)),
+            I::or(low::<I>(b), I::and(I::shl::<2>(h), mask)),
+            I::or(high::<I>(a), I::and(h, mask)),
+            I::or(high::<I>(b), I::and(I::shr::<2>(h), mask)),
+        ])
+    }
+}
+
+/// The scales of the first halves of the blocks and those of the second.
+#[inline(always)]
+unsafe fn q6_k_scales(p: *const u8) -> [u64; 2] {
+    // SAFETY: as `bytes`.
+    let (a, b) = unsafe {
+        (u64::from_le_bytes(bytes(p, 192)), u64::from_le_bytes(bytes(p, 200)))
     };
-    squeeze(x as u64) | squeeze((x >> 64) as u64) << 32
+    [
+        even_bytes(a) | even_bytes(b) << 32,
+        even_bytes(a >> 8) | even_bytes(b >> 8) << 32,
+    ]
+}
+
+/// Bytes 0, 2, 4 and 6.
+#[inline(always)]
+fn even_bytes(x: u64) -> u64 {
+    let x = x & 0x00ff_00ff_00ff_00ff;
+    let x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
+    (x | x >> 16) & 0xffff_ffff
 }
 
 pub(super) struct Mxfp4;
@@ -235,9 +322,9 @@ impl<I: Isa> Decoder<I> for Mxfp4 {
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 17 bytes, 136 in all.
         unsafe {
-            let ws = I::e8m0_half(strided(p, 0, 17));
-            let table = I::repeat(&E2M1_CODES);
-            let codes = split_nibbles::<I>(words::<I>(p, 1, 17)).map(|c| I::lookup(table, c));
+            let second = if I::ROWS == 2 { strided(p[1], 0, 17) } else { 0 };
+            let ws = I::e8m0_half([strided(p[0], 0, 17), second]);
+            let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 1, 17)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
     }
@@ -251,9 +338,9 @@ impl<I: Isa> Decoder<I> for Mxfp4Split {
     unsafe fn decode(&self, [p, s, _]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: 128 bytes of codes, 8 of scales.
         unsafe {
-            let ws = I::e8m0_half([0, 1].map(|r: usize| u64::from_le_bytes(bytes(s[r], 0))));
-            let table = I::repeat(&E2M1_CODES);
-            let codes = split_nibbles::<I>(words::<I>(p, 0, 16)).map(|c| I::lookup(table, c));
+            let second = if I::ROWS == 2 { u64::from_le_bytes(bytes(s[1], 0)) } else { 0 };
+            let ws = I::e8m0_half([u64::from_le_bytes(bytes(s[0], 0)), second]);
+            let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 0, 16)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
     }
@@ -271,11 +358,14 @@ impl<const BITS: u8> Mlx<BITS> {
         // SAFETY: 256 / group numbers in each row of the plane.
         unsafe {
             let n = GROUP / self.group;
-            let row = |r: usize| -> [f32; 8] {
+            let mut values = [[0.0; 8]; 2];
+            for r in 0..I::ROWS {
                 let bytes = std::slice::from_raw_parts(rows[r], n * self.params.bytes());
-                std::array::from_fn(|b| param_at(self.params, bytes, b * n / 8))
-            };
-            I::f32([row(0), if I::ROWS == 2 { row(1) } else { [0.0; 8] }])
+                for b in 0..8 {
+                    values[r][b] = param_at(self.params, bytes, b * n / 8);
+                }
+            }
+            I::f32(values)
         }
     }
 }
@@ -330,9 +420,22 @@ impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVE
             let rows = [packed[0].as_ptr(), packed[1].as_ptr()];
             let [a, b] = &groups;
             Decoded {
-                codes: std::array::from_fn(|j| I::load(rows, 32 * j, 32 * j + 16)),
-                ws: [0, 1].map(|h: usize| I::f32([a.ws[h], b.ws[h]])),
-                wb: [0, 1].map(|h: usize| I::f32([a.wb[h], b.wb[h]])),
+                codes: concat(
+                    [
+                        I::load(rows, 0, 16),
+                        I::load(rows, 32, 48),
+                        I::load(rows, 64, 80),
+                        I::load(rows, 96, 112),
+                    ],
+                    [
+                        I::load(rows, 128, 144),
+                        I::load(rows, 160, 176),
+                        I::load(rows, 192, 208),
+                        I::load(rows, 224, 240),
+                    ],
+                ),
+                ws: [I::f32([a.ws[0], b.ws[0]]), I::f32([a.ws[1], b.ws[1]])],
+                wb: [I::f32([a.wb[0], b.wb[0]]), I::f32([a.wb[1], b.wb[1]])],
             }
         }
     }

@@ -62,14 +62,15 @@ pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
             };
             for c0 in (0..cols).step_by(COLUMNS) {
                 let c1 = (c0 + COLUMNS).min(cols);
-                let w: [*const f32; FEATURES] = std::array::from_fn(|i| {
+                let mut w = [std::ptr::null(); FEATURES];
+                for (i, w) in w.iter_mut().enumerate() {
                     let feature = f0 + i.min(n_features - 1);
                     // SAFETY: `weights` has room for COLUMNS floats per feature.
-                    unsafe {
+                    *w = unsafe {
                         let out = (&raw mut (*weights)[i]).cast::<f32>();
                         load_weights(weight, feature, c0, c1, out)
-                    }
-                });
+                    };
+                }
                 let mut r = 0;
                 while r < n {
                     // SAFETY: rows of x and w hold the columns c0..c1, acc the rows r.. below n.
@@ -151,12 +152,19 @@ unsafe fn block<I: FloatIsa, const RA: usize>(
 ) {
     // SAFETY: by the contract; full steps stay below n, the rest goes through padded copies.
     unsafe {
-        let lanes = |r: usize, f: usize| acc.add(r).cast::<[f32; 16]>().add(f).cast::<f32>();
-        let mut sums: [[I::X; FEATURES]; RA] =
-            std::array::from_fn(|r| std::array::from_fn(|f| I::load(lanes(r, f))));
+        let acc = acc.cast::<f32>();
+        let mut sums = [[I::load(acc); FEATURES]; RA];
+        for r in 0..RA {
+            for f in 0..FEATURES {
+                sums[r][f] = I::load(acc.add((r * FEATURES + f) * 16));
+            }
+        }
         let mut c = 0;
         while c + 16 <= n {
-            let ws: [I::X; FEATURES] = std::array::from_fn(|f| I::load(w[f].add(c)));
+            let mut ws = [I::load(w[0].add(c)); FEATURES];
+            for f in 1..FEATURES {
+                ws[f] = I::load(w[f].add(c));
+            }
             for r in 0..RA {
                 let x = I::load(x[r].add(c));
                 for f in 0..FEATURES {
@@ -167,24 +175,33 @@ unsafe fn block<I: FloatIsa, const RA: usize>(
         }
         if c < n {
             // Missing weights are -0: adding the product (-0 * 0) changes nothing.
-            let padded = |p: *const f32, fill: f32| {
-                let mut lanes = [fill; 16];
-                for (i, lane) in lanes.iter_mut().enumerate().take(n - c) {
-                    *lane = p.add(c + i).read_unaligned();
-                }
-                I::load(lanes.as_ptr())
-            };
             for r in 0..RA {
-                let x = padded(x[r], 0.0);
+                let x = padded(x[r].add(c), n - c, 0.0);
+                let x = I::load(x.as_ptr());
                 for f in 0..FEATURES {
-                    sums[r][f] = I::fma(padded(w[f], -0.0), x, sums[r][f]);
+                    let w = padded(w[f].add(c), n - c, -0.0);
+                    sums[r][f] = I::fma(I::load(w.as_ptr()), x, sums[r][f]);
                 }
             }
         }
         for r in 0..RA {
             for f in 0..FEATURES {
-                I::store(sums[r][f], lanes(r, f));
+                I::store(sums[r][f], acc.add((r * FEATURES + f) * 16));
             }
         }
     }
+}
+
+/// `n` floats at `p`, then `fill`.
+///
+/// # Safety
+/// `p` has `n` readable floats, at any alignment.
+#[inline(always)]
+unsafe fn padded(p: *const f32, n: usize, fill: f32) -> [f32; 16] {
+    let mut lanes = [fill; 16];
+    for (i, lane) in lanes.iter_mut().enumerate().take(n) {
+        // SAFETY: by the contract.
+        *lane = unsafe { p.add(i).read_unaligned() };
+    }
+    lanes
 }

@@ -123,8 +123,10 @@ impl Features {
             }
             let rows = std::array::from_fn(|p| padded[p].each_ref().map(|row| row.as_ptr()));
             let mut w = decoder.decode(rows);
-            w.ws = w.ws.map(|x| I::keep_blocks(x, blocks));
-            w.wb = w.wb.map(|x| I::keep_blocks(x, blocks));
+            for half in 0..2 {
+                w.ws[half] = I::keep_blocks(w.ws[half], blocks);
+                w.wb[half] = I::keep_blocks(w.wb[half], blocks);
+            }
             w
         }
     }
@@ -254,20 +256,23 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                 std::array::from_fn(|v| Features::new::<I>(tile, f0 + v * I::ROWS));
             for g in 0..whole + (rest > 0) as usize {
                 for sub in 0..n_sub {
-                    let w: [Decoded<I>; NV] = std::array::from_fn(|v| {
+                    let mut w = [MaybeUninit::<Decoded<I>>::uninit(); NV];
+                    for v in 0..NV {
                         let p = &ptrs[sub * NV + v];
-                        if g < whole {
+                        w[v].write(if g < whole {
                             decoder.decode(p.group(g, bytes))
                         } else {
                             p.decode_tail(decoder, weight.format(), g, rest)
-                        }
-                    });
+                        });
+                    }
                     let mut acc = sums.add(sub * NV * n * width);
                     for a in &a[..n] {
                         let a = a.add(g);
-                        let new: [I::F; NV] = std::array::from_fn(|v| {
-                            add_group(decoder, &w[v], a, I::load_acc(acc.add(v * width)))
-                        });
+                        let mut new = [I::zero(); NV];
+                        for v in 0..NV {
+                            let old = I::load_acc(acc.add(v * width));
+                            new[v] = add_group(decoder, w[v].assume_init_ref(), a, old);
+                        }
                         for v in 0..NV {
                             I::store_acc(new[v], acc.add(v * width));
                         }
