@@ -3,12 +3,14 @@
 //! Reading order: [`simd`] (which kernels this machine runs), [`pool`] (threads), [`matmul`] (weights
 //! times activations), [`vecmath`] (exp and friends, written out once), [`rows`] (matrices of
 //! activations), [`ops`] (norms, rope, activations, routing), [`attention`] (paged KV and softmax
-//! attention).
+//! attention), [`backend`] (the interpreter).
 //!
 //! Numeric contract: every function here gives the same bits at every [`simd::Level`], for every
 //! number of threads, and for a row whatever rows are beside it.
 
 pub mod attention;
+pub mod backend;
+pub mod bandwidth;
 mod dispatch;
 mod half_float;
 pub mod matmul;
@@ -18,6 +20,7 @@ pub mod rows;
 pub mod simd;
 pub mod vecmath;
 
+pub use backend::CpuBackend;
 pub use pool::Pool;
 pub use rows::{Rows, RowsMut};
 pub use simd::Level;

@@ -1,1 +1,30 @@
-//! todo
+//! Runs a model: memory plan, sequences, batches, sampling, generation.
+//!
+//! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`state`] (sequences
+//! and their KV pages), [`forward`] (one batch through the program: the driver), [`sampler`],
+//! [`generate`].
+//!
+//! What is not here: kernels (`forebay-cpu`), reads and the expert cache (`forebay-store`), text
+//! (`forebay-text`).
+
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod error;
+pub mod forward;
+pub mod generate;
+pub mod options;
+pub mod plan;
+pub mod sampler;
+pub mod state;
+pub mod stats;
+
+pub use engine::Engine;
+pub use error::EngineError;
+pub use forward::{Batch, Control};
+pub use generate::{Finish, GenerateParams, Generated, TokenEvent};
+pub use options::{EngineOptions, MemoryLimit, ResidencyChoice};
+pub use plan::MemoryPlan;
+pub use sampler::{Sampler, SamplerParams};
+pub use state::Sequence;
+pub use stats::{Phases, Stats};

@@ -1,1 +1,41 @@
-fn main(){}
+//! The `forebay` command: parse, choose a command, run it, turn its error into an exit code.
+//!
+//! Exit codes: 0 done, 1 failed, 2 wrong usage, 3 refused, 130 interrupted. Programs read one JSON
+//! document or JSON lines on stdout (`--json`); progress, notes and errors go to stderr.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod cmd;
+mod config;
+mod failure;
+mod measure;
+mod model;
+mod term;
+
+use std::process::ExitCode;
+
+use args::{Command, EvalCommand};
+
+fn main() -> ExitCode {
+    let cli = match config::parse() {
+        Ok(cli) => cli,
+        Err(code) => return code,
+    };
+    let json = cli.json();
+    let result = match cli.command {
+        Command::Run(a) => cmd::run::run(a),
+        Command::Inspect(a) => cmd::inspect::run(a),
+        Command::Bench(a) => cmd::bench::run(a),
+        Command::Eval(e) => match e.command {
+            EvalCommand::Golden(a) => cmd::golden::run(a),
+            EvalCommand::Perplexity(a) => cmd::perplexity::run(a),
+            EvalCommand::Same(a) => cmd::same::run(a),
+        },
+        Command::Tokenize(a) => cmd::tokenize::run(a),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => failure::report(&error, json),
+    }
+}

@@ -1,1 +1,22 @@
-//! Lowering of a model to a flat program, and its memory ledger. (being written)
+//! Lowering of a [`forebay_models::ModelSpec`] to a flat program, and the memory ledger.
+//!
+//! Reading order: [`op`] (the operations), [`lower`] (spec to program), [`scratch`] (which buffers may
+//! share memory), [`ledger`] (what a process needs, line by line),
+//! [`backend`] (what runs it).
+//!
+//! A program is cut into segments at the router read-backs: after each segment the engine knows which
+//! experts the rows chose, and asks the store for them. What is not here: how an operation is computed
+//! (backends), when segments run (`forebay-engine`).
+
+#![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod ledger;
+pub mod lower;
+pub mod op;
+pub mod scratch;
+
+pub use backend::{Backend, BackendError, ExpertMatrices, Pass, Routing, SequenceTables};
+pub use ledger::{Ledger, LedgerItem};
+pub use lower::lower;
+pub use op::*;

@@ -239,7 +239,11 @@ impl<I: Isa> Decoder<I> for Q4K {
             let (s1, m1) = if I::ROWS == 2 { q4_k_scales(&bytes(p[1], 4)) } else { (0, 0) };
             let ws = I::mul(half::<I>(p, 0), I::u8([s0, s1]));
             let wb = I::negate(I::mul(half::<I>(p, 2), I::u8([m0, m1])));
-            Decoded { codes: concat(q4_k_words::<I>(p, 16), q4_k_words::<I>(p, 32)), ws: [ws; 2], wb: [wb; 2] }
+            Decoded {
+                codes: concat(q4_k_words::<I>(p, 16), q4_k_words::<I>(p, 32)),
+                ws: [ws; 2],
+                wb: [wb; 2],
+            }
         }
     }
 }
@@ -265,10 +269,8 @@ impl<I: Isa> Decoder<I> for Q6K {
             let d = half::<I>(p, 208);
             let first = q6_k_scales(p[0]);
             let second = if I::ROWS == 2 { q6_k_scales(p[1]) } else { [0; 2] };
-            let ws = [
-                I::mul(d, I::i8([first[0], second[0]])),
-                I::mul(d, I::i8([first[1], second[1]])),
-            ];
+            let ws =
+                [I::mul(d, I::i8([first[0], second[0]])), I::mul(d, I::i8([first[1], second[1]]))];
             let codes = concat(q6_k_words::<I>(p, 0), q6_k_words::<I>(p, 16));
             Decoded { codes, ws, wb: ws }
         }
@@ -297,13 +299,8 @@ unsafe fn q6_k_words<I: Isa>(p: RowPtrs, at: usize) -> [I::V; 4] {
 #[inline(always)]
 unsafe fn q6_k_scales(p: *const u8) -> [u64; 2] {
     // SAFETY: as `bytes`.
-    let (a, b) = unsafe {
-        (u64::from_le_bytes(bytes(p, 192)), u64::from_le_bytes(bytes(p, 200)))
-    };
-    [
-        even_bytes(a) | even_bytes(b) << 32,
-        even_bytes(a >> 8) | even_bytes(b >> 8) << 32,
-    ]
+    let (a, b) = unsafe { (u64::from_le_bytes(bytes(p, 192)), u64::from_le_bytes(bytes(p, 200))) };
+    [even_bytes(a) | even_bytes(b) << 32, even_bytes(a >> 8) | even_bytes(b >> 8) << 32]
 }
 
 /// Bytes 0, 2, 4 and 6.

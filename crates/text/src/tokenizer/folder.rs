@@ -74,7 +74,7 @@ impl Tokenizer {
         };
         let parts = Parts {
             style: PieceStyle::of(json.decoder.as_ref())?,
-            model: AnyModel::Library(json.model),
+            model: AnyModel::Library(Box::new(json.model)),
             normalizer: json.normalizer,
             pre_tokenizer: json.pre_tokenizer,
             added,

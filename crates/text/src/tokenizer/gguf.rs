@@ -258,7 +258,7 @@ impl<'a> GgufVocabulary<'a> {
             false => PieceStyle::ByteLevel,
         };
         let parts = Parts {
-            model: AnyModel::Library(ModelWrapper::BPE(bpe)),
+            model: AnyModel::Library(Box::new(ModelWrapper::BPE(bpe))),
             normalizer: rules.normalizer()?,
             pre_tokenizer: rules.pre_tokenizer()?,
             style,

@@ -16,7 +16,7 @@ pub(crate) struct SharedModel(pub(crate) Arc<AnyModel>);
 /// The two kinds of vocabulary.
 pub(crate) enum AnyModel {
     /// As `tokenizer.json` describes it, or BPE by merges from a GGUF file.
-    Library(ModelWrapper),
+    Library(Box<ModelWrapper>),
     /// SentencePiece BPE by scores from a GGUF file.
     Scores(ScoreModel),
 }

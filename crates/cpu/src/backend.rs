@@ -1,0 +1,663 @@
+//! The interpreter of a program on the CPU.
+//!
+//! It owns the trunk image, resident vectors, one scratch arena, packed activations and the KV pages;
+//! all are allocated when it is made, so that a pass allocates nothing that grows with the model. Each
+//! [`Op`] is a few calls of kernels. Not here: kernels, scheduling, disks.
+
+use std::ops::Range;
+
+use forebay_models::{VectorRef, WeightRef};
+use forebay_program::{
+    AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Head, LinearOp, Moe, MoeId, Op,
+    Operand, Pass, Program, Routing,
+};
+use forebay_quant::{MatrixView, PlaneView, Q8Rows};
+use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
+use std::sync::Arc;
+
+use crate::attention::{self, AttnParams, AttnRow, KvLayout, KvPages, KvType};
+use crate::matmul::{self, Input, Job, OutRows};
+use crate::ops;
+use crate::pool::Pool;
+use crate::rows::{Rows, RowsMut};
+use crate::simd::Level;
+
+/// Rows that want logits are worked through this many at a time, so that `[rows, vocab]` stays small.
+const LOGIT_ROWS: usize = 16;
+
+/// Chosen experts' rows are worked through this many at a time: bounds the scratch of a chunk.
+const EXPERT_TILE_ROWS: usize = 512;
+
+/// Sizes that decide what a backend allocates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuShape {
+    /// Most rows of a pass.
+    pub max_rows: usize,
+    /// Type of keys and values.
+    pub kv_type: KvType,
+    /// Pages of each KV class.
+    pub kv_pages: Vec<usize>,
+}
+
+/// Bytes that a backend will own, for the ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuBytes {
+    /// Resident matrices.
+    pub trunk: u64,
+    /// Resident vectors: norms, biases, sinks.
+    pub vectors: u64,
+    /// Keys and values.
+    pub kv: u64,
+    /// Scratch, packed activations, logits.
+    pub scratch: u64,
+}
+
+/// The CPU backend.
+pub struct CpuBackend {
+    program: Arc<Program>,
+    pool: Pool,
+    level: Level,
+    trunk: TrunkImage,
+    vectors: Vec<Vec<f32>>,
+    max_rows: usize,
+    arena: Vec<f32>,
+    packs: Vec<Q8Rows>,
+    experts: ExpertScratch,
+    head: HeadScratch,
+    kv: Vec<LayerKv>,
+    routings: Vec<Routing>,
+    by_expert: ByExpert,
+    bytes_moved: u64,
+}
+
+/// KV of one layer.
+struct LayerKv {
+    layout: KvLayout,
+    pages: Region,
+}
+
+/// Rows of the chosen experts in one tile.
+struct ExpertScratch {
+    rows: usize,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    packed: Option<Q8Rows>,
+    /// Per job of a tile: (token row, tile row), (tile row, row of the output).
+    maps: Vec<(Vec<(u32, u32)>, Vec<(u32, u32)>)>,
+}
+
+struct HeadScratch {
+    hidden: Vec<f32>,
+    packed: Option<Q8Rows>,
+}
+
+/// Output rows (`row * top_k + rank`) of the current layer, grouped by expert.
+#[derive(Default)]
+struct ByExpert {
+    starts: Vec<u32>,
+    outputs: Vec<u32>,
+}
+
+impl CpuBackend {
+    /// What [`CpuBackend::new`] will allocate.
+    pub fn bytes(program: &Program, shape: &CpuShape) -> CpuBytes {
+        let rows = shape.max_rows;
+        let tile = expert_tile(program, rows);
+        let logit_rows = rows.min(LOGIT_ROWS);
+        let head = &program.weights[program.head.weight.0];
+        let mut scratch = (rows * program.scratch_width * 4) as u64;
+        for p in &program.packs {
+            scratch += Q8Rows::bytes_for(rows, p.cols) as u64;
+        }
+        let inner = program.moes.iter().map(|m| m.intermediate).max().unwrap_or(0);
+        scratch += 2 * (tile * inner * 4) as u64;
+        if program.moes.iter().any(|m| m.hidden_order.is_some()) {
+            scratch += Q8Rows::bytes_for(tile, inner) as u64;
+        }
+        scratch += (logit_rows * (head.cols + head.rows) * 4) as u64;
+        if program.head.pack.is_some() {
+            scratch += Q8Rows::bytes_for(logit_rows, head.cols) as u64;
+        }
+        let kv = program.kv_layers.iter().map(|l| {
+            let layout = KvLayout::new(l.n_kv_heads, l.head_dim, shape.kv_type);
+            layout.page_bytes() as u64 * shape.kv_pages[l.class] as u64
+        });
+        CpuBytes {
+            trunk: TrunkImage::plan_bytes(&trunk_extents(program)),
+            vectors: program.vectors.iter().map(|v| v.source.len as u64 * 4).sum(),
+            kv: kv.sum(),
+            scratch,
+        }
+    }
+
+    /// Loads the trunk and allocates everything. `progress` is told (bytes read, bytes in all).
+    pub fn new(
+        program: Arc<Program>,
+        shape: &CpuShape,
+        pool: Pool,
+        level: Level,
+        files: &Arc<FileSet>,
+        io: &forebay_store::IoOptions,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<CpuBackend, StoreError> {
+        let trunk = TrunkImage::load(files, &trunk_extents(&program), io, progress)?;
+        let vectors = program.vectors.iter();
+        let vectors: Result<Vec<Vec<f32>>, StoreError> =
+            vectors.map(|v| load_vector(files, &v.source, v.plus_one)).collect();
+        let rows = shape.max_rows;
+        let tile = expert_tile(&program, rows);
+        let inner = program.moes.iter().map(|m| m.intermediate).max().unwrap_or(0);
+        let order = program.moes.iter().find_map(|m| m.hidden_order);
+        let head = &program.weights[program.head.weight.0];
+        let kv = program.kv_layers.iter().map(|l| {
+            let layout = KvLayout::new(l.n_kv_heads, l.head_dim, shape.kv_type);
+            let bytes = layout.page_bytes() * shape.kv_pages[l.class];
+            Ok(LayerKv { layout, pages: Region::new(bytes, HugePages::Default)? })
+        });
+        let kv: Result<Vec<LayerKv>, StoreError> = kv.collect();
+        let logit_rows = rows.min(LOGIT_ROWS);
+        Ok(CpuBackend {
+            pool,
+            level,
+            trunk,
+            vectors: vectors?,
+            max_rows: rows,
+            arena: vec![0.0; rows * program.scratch_width],
+            packs: program.packs.iter().map(|p| Q8Rows::new(rows, p.cols, p.order)).collect(),
+            experts: ExpertScratch {
+                rows: tile,
+                gate: vec![0.0; tile * inner],
+                up: vec![0.0; tile * inner],
+                packed: order.map(|o| Q8Rows::new(tile, inner, o)),
+                maps: Vec::new(),
+            },
+            head: HeadScratch {
+                hidden: vec![0.0; logit_rows * head.cols],
+                packed: program.head.pack.map(|o| Q8Rows::new(logit_rows, head.cols, o)),
+            },
+            kv: kv?,
+            routings: vec![Routing::default(); program.moes.len()],
+            by_expert: ByExpert::default(),
+            bytes_moved: 0,
+            program,
+        })
+    }
+
+    /// The vector width in use.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Floats of a buffer in the arena: `[rows, width]` without gaps.
+    fn range(&self, b: BufferId, rows: usize) -> Range<usize> {
+        buffer_range(&self.program, self.max_rows, b, rows)
+    }
+
+    fn linears(&mut self, list: &[LinearOp], rows: usize) {
+        let mut ranges: Vec<Range<usize>> = list.iter().map(|l| self.range(l.dst, rows)).collect();
+        for l in list {
+            if let Operand::F32(b) = l.src {
+                let r = self.range(b, rows);
+                if !ranges.contains(&r) {
+                    ranges.push(r);
+                }
+            }
+        }
+        let starts: Vec<usize> = ranges.iter().map(|r| r.start).collect();
+        let mut slices: Vec<Option<&mut [f32]>> =
+            disjoint(&mut self.arena, &ranges).into_iter().map(Some).collect();
+        let inputs: Vec<&[f32]> =
+            slices.split_off(list.len()).into_iter().map(|s| &*s.expect("taken once")).collect();
+        let mut jobs = Vec::with_capacity(list.len());
+        for (l, dst) in list.iter().zip(&mut slices) {
+            let w = &self.program.weights[l.weight.0];
+            self.bytes_moved += w.format.matrix_bytes(w.rows, w.cols).unwrap_or(0);
+            let input = match l.src {
+                Operand::Packed(p) => Input::Q8(&self.packs[p.0]),
+                Operand::F32(b) => {
+                    let start = buffer_range(&self.program, self.max_rows, b, rows).start;
+                    let at = starts[list.len()..].iter().position(|s| *s == start);
+                    Input::F32 { data: inputs[at.expect("was listed")], stride: w.cols }
+                }
+            };
+            jobs.push(Job {
+                weight: weight_view(&self.trunk, w),
+                input,
+                rows: matmul::Rows::All(rows),
+                out: OutRows::new(dst.take().expect("taken once"), w.rows),
+                bias: l.bias.map(|b| self.vectors[b.0].as_slice()),
+            });
+        }
+        matmul::run_jobs(&self.pool, self.level, &jobs);
+    }
+
+    fn attention(&mut self, pass: &Pass<'_>, op: &AttentionOp) {
+        let rows = pass.rows();
+        let class = self.program.kv_layers[op.kv.0].class;
+        let q_range = self.range(op.q, rows);
+        let dst_range = self.range(op.dst, rows);
+        let kv = &self.kv[op.kv.0];
+        let attn_rows = attention_rows(pass, class);
+        let position_bytes = kv.layout.page_bytes() as u64 / attention::BLOCK as u64;
+        for row in &attn_rows {
+            let seen = (row.pos as u64 + 1).min(op.window.unwrap_or(usize::MAX) as u64);
+            // Rows of one sequence share what they read; the last row's reads stand for all.
+            if row.last_of_sequence {
+                self.bytes_moved += seen * position_bytes;
+            }
+        }
+        let rows: Vec<AttnRow<'_>> = attn_rows.iter().map(|r| r.row()).collect();
+        let [q, out] = self
+            .arena
+            .get_disjoint_mut([q_range, dst_range])
+            .expect("attention's buffers are apart");
+        let width = op.n_heads * kv.layout.head_dim;
+        let params = AttnParams {
+            n_heads: op.n_heads,
+            scale: op.scale,
+            window: op.window,
+            sinks: op.sinks.map(|s| self.vectors[s.0].as_slice()),
+        };
+        let pages = KvPages { layout: kv.layout, data: &kv.pages, stride: kv.layout.page_bytes() };
+        let (q, out) = (Rows::dense(q, width), RowsMut::dense(out, width));
+        attention::attend(&self.pool, self.level, &params, &pages, &rows, q, out);
+    }
+
+    fn route(&mut self, logits: BufferId, id: MoeId, rows: usize) -> Result<(), BackendError> {
+        let range = self.range(logits, rows);
+        let moe = &self.program.moes[id.0];
+        let (e, k) = (moe.n_experts, moe.top_k);
+        let routing = &mut self.routings[id.0];
+        routing.ids.resize(rows * k, 0);
+        routing.weights.resize(rows * k, 0.0);
+        let outputs = routing.ids.chunks_exact_mut(k).zip(routing.weights.chunks_exact_mut(k));
+        for (logits, (ids, weights)) in self.arena[range].chunks_exact(e).zip(outputs) {
+            ops::route(self.level, logits, moe.score, ids, weights)
+                .map_err(|_| BackendError::RouterNan { layer: moe.layer })?;
+        }
+        self.by_expert.group(&routing.ids, e);
+        Ok(())
+    }
+
+    fn expert_tile(&mut self, moe: &Moe, parts: &[(ExpertMatrices<'_>, Range<usize>)]) {
+        let k = moe.top_k as u32;
+        let (inner, d) = (moe.intermediate, moe.hidden_size);
+        while self.experts.maps.len() < parts.len() {
+            self.experts.maps.push(Default::default());
+        }
+        let mut tile_row = 0;
+        for ((_, outputs), (into, out_of)) in parts.iter().zip(&mut self.experts.maps) {
+            into.clear();
+            out_of.clear();
+            for &output in &self.by_expert.outputs[outputs.clone()] {
+                into.push((output / k, tile_row));
+                out_of.push((tile_row, output));
+                tile_row += 1;
+            }
+        }
+        let rows = tile_row as usize;
+        let max_rows = self.max_rows;
+        let out_range = buffer_range(&self.program, max_rows, moe.out, max_rows);
+        let (x, out) = match moe.input {
+            Operand::Packed(_) => (None, &mut self.arena[out_range]),
+            Operand::F32(b) => {
+                let x = buffer_range(&self.program, max_rows, b, max_rows);
+                let [x, out] = self
+                    .arena
+                    .get_disjoint_mut([x, out_range])
+                    .expect("input and output of experts are apart");
+                (Some(&*x), out)
+            }
+        };
+        let gate_out = OutRows::new(&mut self.experts.gate[..rows * inner], inner);
+        let up_out = OutRows::new(&mut self.experts.up[..rows * inner], inner);
+        let bias = |e: u16, which: usize| {
+            moe.biases.get(e as usize).map(|b| self.vectors[b[which].0].as_slice())
+        };
+        let mut jobs = Vec::with_capacity(parts.len() * 2);
+        for ((m, _), (into, _)) in parts.iter().zip(&self.experts.maps) {
+            let input = || match (moe.input, x) {
+                (Operand::Packed(p), _) => Input::Q8(&self.packs[p.0]),
+                (_, Some(x)) => Input::F32 { data: x, stride: d },
+                _ => unreachable!("f32 input was taken above"),
+            };
+            for (which, (weight, out)) in [(m.gate, &gate_out), (m.up, &up_out)].iter().enumerate()
+            {
+                jobs.push(Job {
+                    weight: *weight,
+                    input: input(),
+                    rows: matmul::Rows::Map(into),
+                    // SAFETY: every job of a matrix writes its own tile rows: `tile_row` above
+                    // never repeats, and gate and up have buffers of their own.
+                    out: unsafe { out.alias() },
+                    bias: bias(m.expert, which),
+                });
+            }
+            self.bytes_moved += view_bytes(&m.gate) + view_bytes(&m.up) + view_bytes(&m.down);
+        }
+        matmul::run_jobs(&self.pool, self.level, &jobs);
+        drop(jobs);
+        let n = rows * inner;
+        ops::glu(
+            &self.pool,
+            self.level,
+            moe.activation,
+            &mut self.experts.gate[..n],
+            &self.experts.up[..n],
+        );
+        let hidden = &self.experts.gate[..n];
+        if let (Some(packed), Some(order)) = (&mut self.experts.packed, moe.hidden_order) {
+            packed.reshape(rows, inner, order);
+            matmul::pack_rows(&self.pool, self.level, hidden, inner, rows, packed);
+        }
+        let out = OutRows::new(out, d);
+        let mut jobs = Vec::with_capacity(parts.len());
+        for ((m, _), (_, out_of)) in parts.iter().zip(&self.experts.maps) {
+            let input = match (&self.experts.packed, moe.hidden_order) {
+                (Some(packed), Some(_)) => Input::Q8(packed),
+                _ => Input::F32 { data: hidden, stride: inner },
+            };
+            jobs.push(Job {
+                weight: m.down,
+                input,
+                rows: matmul::Rows::Map(out_of),
+                // SAFETY: an output row is `row * top_k + rank`, and each is in the list of one
+                // expert only.
+                out: unsafe { out.alias() },
+                bias: bias(m.expert, 2),
+            });
+        }
+        matmul::run_jobs(&self.pool, self.level, &jobs);
+    }
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn tied_embedding(&self, tokens: &[u32], out: &mut [f32]) {
+        let w = &self.program.weights[self.program.head.weight.0];
+        let view = weight_view(&self.trunk, w);
+        for (&token, row) in tokens.iter().zip(out.chunks_exact_mut(w.cols)) {
+            forebay_quant::dequantize_row(&view, token as usize, row);
+        }
+    }
+
+    fn begin(&mut self, pass: &Pass<'_>, hidden: &[f32]) {
+        assert!(pass.rows() <= self.max_rows);
+        let range = self.range(self.program.hidden, pass.rows());
+        self.arena[range].copy_from_slice(hidden);
+    }
+
+    fn run(&mut self, pass: &Pass<'_>, list: &[Op]) -> Result<(), BackendError> {
+        let rows = pass.rows();
+        for op in list {
+            self.op(pass, op, rows)?;
+        }
+        Ok(())
+    }
+
+    fn routing(&self, moe: MoeId) -> &Routing {
+        &self.routings[moe.0]
+    }
+
+    fn experts(&mut self, id: MoeId, experts: &[ExpertMatrices<'_>]) {
+        let program = self.program.clone();
+        let moe = &program.moes[id.0];
+        let mut parts: Vec<(ExpertMatrices<'_>, Range<usize>)> = Vec::new();
+        let mut used = 0;
+        for m in experts {
+            let mut left = self.by_expert.of(m.expert);
+            while !left.is_empty() {
+                let n = left.len().min(self.experts.rows - used);
+                parts.push((*m, left.start..left.start + n));
+                left.start += n;
+                used += n;
+                if used == self.experts.rows {
+                    self.expert_tile(moe, &parts);
+                    parts.clear();
+                    used = 0;
+                }
+            }
+        }
+        if !parts.is_empty() {
+            self.expert_tile(moe, &parts);
+        }
+    }
+
+    fn logits(&mut self, rows: &[u32], out: &mut [f32]) {
+        let program = self.program.clone();
+        let Head { norm, weight, pack, .. } = program.head;
+        let w = &program.weights[weight.0];
+        let d = w.cols;
+        let hidden = self.range(program.hidden, self.max_rows);
+        let gathered = &mut self.head.hidden[..rows.len() * d];
+        for (row, dst) in rows.iter().zip(gathered.chunks_exact_mut(d)) {
+            dst.copy_from_slice(&self.arena[hidden.start + *row as usize * d..][..d]);
+        }
+        let norm_weight = norm.weight.map(|v| self.vectors[v.0].as_slice());
+        let x = RowsMut::dense(gathered, d);
+        ops::rms_norm_heads(&self.pool, self.level, x, d, norm_weight, norm.eps);
+        let gathered = &self.head.hidden[..rows.len() * d];
+        let input = match (&mut self.head.packed, pack) {
+            (Some(packed), Some(_)) => {
+                matmul::pack_rows(&self.pool, self.level, gathered, d, rows.len(), packed);
+                Input::Q8(packed)
+            }
+            _ => Input::F32 { data: gathered, stride: d },
+        };
+        let job = Job {
+            weight: weight_view(&self.trunk, w),
+            input,
+            rows: matmul::Rows::All(rows.len()),
+            out: OutRows::new(out, w.rows),
+            bias: None,
+        };
+        self.bytes_moved += view_bytes(&job.weight);
+        matmul::run_jobs(&self.pool, self.level, &[job]);
+    }
+
+    fn max_logit_rows(&self) -> usize {
+        self.max_rows.min(LOGIT_ROWS)
+    }
+
+    fn take_bytes_moved(&mut self) -> u64 {
+        std::mem::take(&mut self.bytes_moved)
+    }
+}
+
+impl CpuBackend {
+    fn op(&mut self, pass: &Pass<'_>, op: &Op, rows: usize) -> Result<(), BackendError> {
+        match op {
+            Op::RopeAngles { rope, dst } => {
+                let range = self.range(*dst, rows);
+                let table = &self.program.ropes[*rope];
+                let (cos, sin) = self.arena[range].split_at_mut(rows * table.inv_freq.len());
+                let factor = table.attention_factor;
+                ops::rope_angles(self.level, pass.positions, &table.inv_freq, factor, cos, sin);
+            }
+            Op::RmsNorm { src, dst, norm } => {
+                let width = self.program.buffers[dst.0].width;
+                let (src_range, dst_range) = (self.range(*src, rows), self.range(*dst, rows));
+                if src_range == dst_range {
+                    let x = RowsMut::dense(&mut self.arena[dst_range], width);
+                    let w = norm.weight.map(|v| self.vectors[v.0].as_slice());
+                    ops::rms_norm_heads(&self.pool, self.level, x, width, w, norm.eps);
+                } else {
+                    let w = norm.weight.map(|v| self.vectors[v.0].as_slice());
+                    let [src, dst] =
+                        self.arena.get_disjoint_mut([src_range, dst_range]).expect("apart");
+                    let (src, dst) = (Rows::dense(src, width), RowsMut::dense(dst, width));
+                    ops::rms_norm(&self.pool, self.level, src, w, norm.eps, dst);
+                }
+            }
+            Op::HeadNorm { buf, head_dim, norm } => {
+                let range = self.range(*buf, rows);
+                let width = self.program.buffers[buf.0].width;
+                let w = norm.weight.map(|v| self.vectors[v.0].as_slice());
+                let x = RowsMut::dense(&mut self.arena[range], width);
+                ops::rms_norm_heads(&self.pool, self.level, x, *head_dim, w, norm.eps);
+            }
+            Op::Pack { src, dst } => {
+                let range = self.range(*src, rows);
+                let packed = &mut self.packs[dst.0];
+                let cols = packed.cols();
+                matmul::pack_rows(&self.pool, self.level, &self.arena[range], cols, rows, packed);
+            }
+            Op::Linears(list) => self.linears(list, rows),
+            Op::Rope { buf, head_dim, angles, rope } => {
+                let table = &self.program.ropes[*rope];
+                let (buf_range, angle_range) = (self.range(*buf, rows), self.range(*angles, rows));
+                let width = self.program.buffers[buf.0].width;
+                let [x, angles] =
+                    self.arena.get_disjoint_mut([buf_range, angle_range]).expect("apart");
+                let (cos, sin) = angles.split_at(rows * table.inv_freq.len());
+                let x = RowsMut::dense(x, width);
+                ops::apply_rope(&self.pool, self.level, x, *head_dim, table.rotary_dim, cos, sin);
+            }
+            Op::StoreKv { kv, k, v } => {
+                let class = self.program.kv_layers[kv.0].class;
+                let (k_range, v_range) = (self.range(*k, rows), self.range(*v, rows));
+                let kv = &mut self.kv[kv.0];
+                let width = kv.layout.n_kv_heads * kv.layout.head_dim;
+                let page_bytes = kv.layout.page_bytes();
+                let (k, v) = (&self.arena[k_range], &self.arena[v_range]);
+                let pages = &mut kv.pages;
+                for (r, row) in attention_rows(pass, class).iter().enumerate() {
+                    let pos = row.pos as usize;
+                    let page = row.table[pos / attention::BLOCK] as usize;
+                    let page = &mut pages[page * page_bytes..][..page_bytes];
+                    let row = r * width..(r + 1) * width;
+                    let slot = pos % attention::BLOCK;
+                    kv.layout.store(self.level, page, slot, &k[row.clone()], &v[row]);
+                }
+            }
+            Op::Attention(a) => self.attention(pass, a),
+            Op::Add { src, dst } => {
+                let (src, dst) = (self.range(*src, rows), self.range(*dst, rows));
+                let [src, dst] = self.arena.get_disjoint_mut([src, dst]).expect("apart");
+                ops::add_into(&self.pool, self.level, src, dst);
+            }
+            Op::Glu { gate, up, dst, activation } => {
+                assert_eq!(gate, dst, "the activation is computed in place");
+                let (gate, up) = (self.range(*gate, rows), self.range(*up, rows));
+                let [gate, up] = self.arena.get_disjoint_mut([gate, up]).expect("apart");
+                ops::glu(&self.pool, self.level, *activation, gate, up);
+            }
+            Op::Route { logits, moe } => self.route(*logits, *moe, rows)?,
+            Op::Combine { moe, dst } => {
+                let m = &self.program.moes[moe.0];
+                let (out, dst) = (self.range(m.out, rows), self.range(*dst, rows));
+                let [out, dst] = self.arena.get_disjoint_mut([out, dst]).expect("apart");
+                let weights = &self.routings[moe.0].weights;
+                let dst = RowsMut::dense(dst, m.hidden_size);
+                ops::combine(&self.pool, self.level, out, weights, dst);
+            }
+            other => unreachable!("{other:?} is not lowered for the CPU"),
+        }
+        Ok(())
+    }
+}
+
+impl ByExpert {
+    /// Counting sort of output rows by expert.
+    fn group(&mut self, ids: &[u16], n_experts: usize) {
+        self.starts.clear();
+        self.starts.resize(n_experts + 1, 0);
+        for &e in ids {
+            self.starts[e as usize + 1] += 1;
+        }
+        for e in 0..n_experts {
+            self.starts[e + 1] += self.starts[e];
+        }
+        let mut next = self.starts.clone();
+        self.outputs.resize(ids.len(), 0);
+        for (i, &e) in ids.iter().enumerate() {
+            self.outputs[next[e as usize] as usize] = i as u32;
+            next[e as usize] += 1;
+        }
+    }
+
+    /// Which of `outputs` are of expert `e`.
+    fn of(&self, e: u16) -> Range<usize> {
+        self.starts[e as usize] as usize..self.starts[e as usize + 1] as usize
+    }
+}
+
+/// A row with its page table.
+struct RowPages<'a> {
+    pos: u32,
+    table: &'a [u32],
+    last_of_sequence: bool,
+}
+
+impl<'a> RowPages<'a> {
+    fn row(&self) -> AttnRow<'a> {
+        AttnRow { pos: self.pos, table: self.table }
+    }
+}
+
+fn attention_rows<'a>(pass: &Pass<'a>, class: usize) -> Vec<RowPages<'a>> {
+    let next = pass.row_sequence.iter().skip(1).map(Some).chain([None]);
+    let rows = pass.positions.iter().zip(pass.row_sequence).zip(next);
+    rows.map(|((&pos, s), next)| RowPages {
+        pos,
+        table: &pass.sequences[*s as usize].classes[class],
+        last_of_sequence: next != Some(s),
+    })
+    .collect()
+}
+
+fn expert_tile(program: &Program, rows: usize) -> usize {
+    let top_k = program.moes.iter().map(|m| m.top_k).max().unwrap_or(0);
+    (rows * top_k).min(EXPERT_TILE_ROWS)
+}
+
+fn buffer_range(program: &Program, max_rows: usize, b: BufferId, rows: usize) -> Range<usize> {
+    let buffer = program.buffers[b.0];
+    let start = buffer.offset * max_rows;
+    start..start + buffer.width * rows
+}
+
+/// Splits an arena into the given ranges, which do not overlap.
+fn disjoint<'a>(arena: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f32]> {
+    let mut order: Vec<usize> = (0..ranges.len()).collect();
+    order.sort_by_key(|&i| ranges[i].start);
+    let mut parts: Vec<Option<&mut [f32]>> = ranges.iter().map(|_| None).collect();
+    let (mut rest, mut at) = (arena, 0);
+    for i in order {
+        let (_, tail) = rest.split_at_mut(ranges[i].start - at);
+        let (part, tail) = tail.split_at_mut(ranges[i].len());
+        parts[i] = Some(part);
+        (rest, at) = (tail, ranges[i].end);
+    }
+    parts.into_iter().map(|p| p.expect("every range was visited")).collect()
+}
+
+fn trunk_extents(program: &Program) -> Vec<forebay_models::Extent> {
+    program.weights.iter().flat_map(|w| w.planes.iter().map(|p| p.extent)).collect()
+}
+
+fn weight_view<'a>(trunk: &'a TrunkImage, w: &WeightRef) -> MatrixView<'a> {
+    let mut planes = [PlaneView { data: &[], stride: 0 }; 3];
+    for (view, p) in planes.iter_mut().zip(&w.planes) {
+        *view = PlaneView { data: trunk.bytes(p.extent), stride: p.stride as usize };
+    }
+    MatrixView::new(w.format, w.rows, w.cols, &planes[..w.planes.len()])
+        .expect("extents of weights are checked when the model is read")
+}
+
+fn view_bytes(m: &MatrixView<'_>) -> u64 {
+    m.format().matrix_bytes(m.rows(), m.cols()).unwrap_or(0)
+}
+
+fn load_vector(files: &FileSet, v: &VectorRef, plus_one: bool) -> Result<Vec<f32>, StoreError> {
+    let mut bytes = vec![0; v.extent.len as usize];
+    files.read_exact_at(v.extent, &mut bytes)?;
+    let item = v.format.planes()[0].bytes;
+    let mut all = vec![0.0; bytes.len() / item];
+    forebay_quant::decode_floats(v.format, &bytes, &mut all);
+    let add = if plus_one { 1.0 } else { 0.0 };
+    Ok(all.into_iter().step_by(v.stride).take(v.len).map(|x| x + add).collect())
+}

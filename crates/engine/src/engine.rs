@@ -1,0 +1,266 @@
+//! Opening a model: catalog, spec, program, plan, trunk, store.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use forebay_cpu::backend::CpuBackend;
+use forebay_cpu::{Level, Pool};
+use forebay_files::Catalog;
+use forebay_models::{ModelSpec, WeightRef};
+use forebay_program::{Backend, Program, lower};
+use forebay_quant::{MatrixView, PlaneView};
+use forebay_store::{
+    ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, StoreSpec, memory, open_store,
+};
+
+use crate::error::EngineError;
+use crate::options::{EngineOptions, MemoryLimit};
+use crate::plan::{MemoryPlan, PlanInput};
+use crate::state::{PagePool, Sequence};
+use crate::stats::Stats;
+
+/// A model as far as it is known before weights are loaded.
+pub struct Opened {
+    /// Tensors and description.
+    pub catalog: Catalog,
+    /// What the model is.
+    pub spec: ModelSpec,
+    /// Lowered.
+    pub program: Arc<Program>,
+    /// Its experts.
+    pub store: StoreSpec,
+    /// Choices.
+    pub options: EngineOptions,
+}
+
+impl Opened {
+    /// Reads headers and the family; no weights.
+    pub fn open(path: &Path, options: EngineOptions) -> Result<Opened, EngineError> {
+        let catalog = Catalog::open(path)?;
+        Opened::from_catalog(catalog, options)
+    }
+
+    /// The same for a catalog that is open.
+    pub fn from_catalog(catalog: Catalog, options: EngineOptions) -> Result<Opened, EngineError> {
+        let spec = forebay_models::read(&catalog)?;
+        let program = Arc::new(lower(&spec, options.precision()));
+        let layers = spec.layers.iter().enumerate().filter_map(|(layer, l)| {
+            let routed = l.ffn.routed.as_ref()?;
+            Some(LayerExperts { layer, experts: routed.experts.weights.clone() })
+        });
+        let store = StoreSpec { layers: layers.collect() };
+        Ok(Opened { catalog, spec, program, store, options })
+    }
+
+    /// The budget in bytes.
+    pub fn budget(&self) -> Result<u64, EngineError> {
+        let root = Path::new("/");
+        let room = || {
+            memory::usable_bytes(root).ok_or_else(|| EngineError::Refused {
+                what: "finding out how much memory there is".into(),
+                instead: "this system does not tell; give --memory a size, such as 4GiB".into(),
+            })
+        };
+        Ok(match self.options.memory {
+            MemoryLimit::Bytes(b) => b,
+            // A tenth stays for the page cache and for whatever else runs.
+            MemoryLimit::Auto => room()? / 10 * 9,
+            MemoryLimit::Fraction(f) => {
+                let limit = memory::container_memory(root).map(|c| c.limit);
+                let ram = memory::host_available(root);
+                let smaller = limit.into_iter().chain(ram).min().map_or_else(room, Ok)?;
+                (smaller as f64 * f) as u64
+            }
+        })
+    }
+
+    /// The plan for the budget.
+    pub fn plan(&self) -> Result<MemoryPlan, EngineError> {
+        self.plan_input().plan(self.budget()?)
+    }
+
+    /// What plans are made from.
+    pub fn plan_input(&self) -> PlanInput<'_> {
+        PlanInput {
+            spec: &self.spec,
+            program: &self.program,
+            store: &self.store,
+            options: &self.options,
+            tensors: self.catalog.tensors.len(),
+        }
+    }
+}
+
+/// A model that runs.
+pub struct Engine {
+    /// What the model is; the experts' addresses are with the store.
+    pub spec: ModelSpec,
+    /// Lowered.
+    pub program: Arc<Program>,
+    /// What the budget bought.
+    pub plan: MemoryPlan,
+    /// Counters; the store's are merged by [`Engine::stats`].
+    pub(crate) stats: Stats,
+    pub(crate) backend: Box<dyn Backend>,
+    pub(crate) store: Option<Box<dyn ExpertStore>>,
+    pub(crate) pages: PagePool,
+    pub(crate) hidden: Vec<f32>,
+    pub(crate) logits: Vec<f32>,
+    files: Arc<FileSet>,
+    embedding: Embedding,
+    level: Level,
+    io_threads: usize,
+}
+
+/// Where embedding rows come from.
+enum Embedding {
+    /// Read row by row from the file; `row` holds the planes of one row.
+    File { weight: WeightRef, row: [Vec<u8>; 3] },
+    /// In memory with the head that is tied to it.
+    Tied,
+}
+
+impl Engine {
+    /// Loads the trunk and opens the store. `progress` is told (bytes read, bytes in all).
+    pub fn load(opened: Opened, progress: &mut dyn FnMut(u64, u64)) -> Result<Engine, EngineError> {
+        let plan = opened.plan()?;
+        let Opened { catalog, mut spec, program, store: store_spec, options } = opened;
+        for layer in &mut spec.layers {
+            if let Some(routed) = &mut layer.ffn.routed {
+                routed.experts.weights = Vec::new();
+                routed.experts.biases = Vec::new();
+            }
+        }
+        let files = Arc::new(FileSet::open(&catalog.files, options.io)?);
+        drop(catalog);
+        let io = IoOptions {
+            threads: options.io_threads,
+            huge_pages: HugePages::Advise,
+            ..IoOptions::default()
+        };
+        let level = options.level.unwrap_or_else(Level::best);
+        let backend = CpuBackend::new(
+            program.clone(),
+            &plan.shape,
+            Pool::new(options.threads()),
+            level,
+            &files,
+            &io,
+            progress,
+        )?;
+        let store = match plan.residency {
+            Some(mode) => Some(open_store(&store_spec, files.clone(), mode, io, progress)?),
+            None => None,
+        };
+        let embedding = match program.head.tied {
+            true => Embedding::Tied,
+            false => Embedding::file(spec.embedding.clone()),
+        };
+        let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages);
+        Ok(Engine {
+            spec,
+            program,
+            plan,
+            stats: Stats::default(),
+            backend: Box::new(backend),
+            store,
+            pages,
+            hidden: Vec::new(),
+            logits: Vec::new(),
+            files,
+            embedding,
+            level,
+            io_threads: options.io_threads,
+        })
+    }
+
+    /// An empty sequence.
+    pub fn new_sequence(&self) -> Sequence {
+        Sequence::new(&self.pages)
+    }
+
+    /// Gives a sequence's pages back.
+    pub fn release(&mut self, sequence: &mut Sequence) {
+        sequence.release(&mut self.pages);
+    }
+
+    /// All counters since opening.
+    pub fn stats(&self) -> Stats {
+        let store = self.store.as_ref().map(|s| s.stats()).unwrap_or_default();
+        Stats { store, ..self.stats.clone() }
+    }
+
+    /// Things said once about how files are read.
+    pub fn notes(&self) -> Vec<String> {
+        self.files.notes()
+    }
+
+    /// Vector width in use.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Size of a typical expert read in bytes, and how many are in flight: what a raw measurement of the
+    /// disk has to be compared at.
+    pub fn read_shape(&self) -> (usize, usize) {
+        let stats = self.store.as_ref().map(|s| s.stats()).unwrap_or_default();
+        let block = stats.bytes_read.checked_div(stats.reads).unwrap_or(1 << 20);
+        (block as usize, self.io_threads)
+    }
+
+    /// The files of the model.
+    pub fn files(&self) -> &Arc<FileSet> {
+        &self.files
+    }
+
+    /// Fills `hidden` `[tokens, d]` from the embedding.
+    pub(crate) fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
+        let d = self.spec.hidden_size;
+        self.hidden.resize(tokens.len() * d, 0.0);
+        match &mut self.embedding {
+            Embedding::Tied => self.backend.tied_embedding(tokens, &mut self.hidden),
+            Embedding::File { weight, row } => {
+                for (&token, out) in tokens.iter().zip(self.hidden.chunks_exact_mut(d)) {
+                    read_row(&self.files, weight, row, token, out)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Embedding {
+    fn file(weight: WeightRef) -> Embedding {
+        let mut row: [Vec<u8>; 3] = Default::default();
+        for (row, plane) in row.iter_mut().zip(&weight.planes) {
+            *row = vec![0; plane.stride as usize];
+        }
+        Embedding::File { weight, row }
+    }
+}
+
+/// Reads row `token` of `weight` and dequantises it into `out` `[cols]`.
+fn read_row(
+    files: &FileSet,
+    weight: &WeightRef,
+    row: &mut [Vec<u8>; 3],
+    token: u32,
+    out: &mut [f32],
+) -> Result<(), EngineError> {
+    for (bytes, plane) in row.iter_mut().zip(&weight.planes) {
+        let extent = forebay_models::Extent {
+            file: plane.extent.file,
+            offset: plane.extent.offset + token as u64 * plane.stride,
+            len: plane.stride,
+        };
+        files.read_exact_at(extent, bytes)?;
+    }
+    let planes: Vec<PlaneView<'_>> = row[..weight.planes.len()]
+        .iter()
+        .map(|bytes| PlaneView { data: bytes, stride: bytes.len() })
+        .collect();
+    let view = MatrixView::new(weight.format, 1, weight.cols, &planes)
+        .expect("a row of the embedding is as long as its stride");
+    forebay_quant::dequantize_row(&view, 0, out);
+    Ok(())
+}

@@ -1,0 +1,223 @@
+//! The driver: one batch of rows through the program.
+//!
+//! A decode is a batch of one row, a prefill chunk many rows of one sequence, a server step rows of many
+//! sequences: all are the same walk. At each router read-back the union of the chosen experts goes to
+//! the store; experts are computed as they become ready, each for all rows that chose it, into
+//! `[rows, top_k, d]`; the rows sum them in rank order once all are in. So the order in which experts
+//! arrive, and in how many waves, decides nothing.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use forebay_program::{ExpertMatrices, MoeId, Pass, SequenceTables};
+
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::state::Sequence;
+
+/// Rows to compute.
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    /// Token of each row.
+    pub tokens: Vec<u32>,
+    /// Index into the sequences of the call, per row. Rows of one sequence are in order and adjacent.
+    pub row_sequence: Vec<u32>,
+    /// Rows that want logits, ascending.
+    pub logit_rows: Vec<u32>,
+}
+
+impl Batch {
+    /// Consecutive tokens of one sequence.
+    pub fn single(tokens: &[u32], logit_rows: Vec<u32>) -> Batch {
+        Batch { tokens: tokens.to_vec(), row_sequence: vec![0; tokens.len()], logit_rows }
+    }
+}
+
+/// How a caller watches and stops a pass.
+pub struct Control<'a> {
+    /// Set to stop within a layer.
+    pub cancel: &'a AtomicBool,
+    /// Called with (segments done, segments in all).
+    pub progress: &'a mut dyn FnMut(usize, usize),
+}
+
+static NEVER: AtomicBool = AtomicBool::new(false);
+
+impl Control<'_> {
+    /// Runs `f` with a control that neither stops nor reports.
+    pub fn none<R>(f: impl FnOnce(&mut Control<'_>) -> R) -> R {
+        f(&mut Control { cancel: &NEVER, progress: &mut |_, _| {} })
+    }
+}
+
+/// Receives the logits of a row: (row in the batch, `[vocab]`).
+pub type LogitSink<'a> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), EngineError>;
+
+impl Engine {
+    /// Computes a batch: extends every sequence by its rows and hands out the logits asked for.
+    ///
+    /// On an error the sequences are as before; their pages beyond the old length may hold garbage,
+    /// which the next pass overwrites.
+    pub fn forward(
+        &mut self,
+        batch: &Batch,
+        sequences: &mut [&mut Sequence],
+        control: &mut Control<'_>,
+        sink: LogitSink<'_>,
+    ) -> Result<(), EngineError> {
+        let added = self.check(batch, sequences)?;
+        for (s, rows) in sequences.iter_mut().zip(&added) {
+            if !s.reserve(&mut self.pages, *rows) {
+                return Err(EngineError::ContextExceeded {
+                    prompt: s.len() + rows,
+                    context: self.plan.context,
+                });
+            }
+        }
+        let positions = positions(batch, sequences);
+        let tables: Vec<SequenceTables<'_>> = sequences.iter().map(|s| s.tables()).collect();
+        let pass =
+            Pass { positions: &positions, row_sequence: &batch.row_sequence, sequences: &tables };
+        let result = self.run_pass(&pass, batch, control, sink);
+        if let (Err(_), Some(store)) = (&result, &mut self.store) {
+            store.end();
+        }
+        result?;
+        for (s, rows) in sequences.iter_mut().zip(added) {
+            s.commit(&mut self.pages, rows);
+        }
+        self.stats.rows += batch.tokens.len() as u64;
+        Ok(())
+    }
+
+    /// Rows per sequence, all bounds checked.
+    fn check(&self, batch: &Batch, sequences: &[&mut Sequence]) -> Result<Vec<usize>, EngineError> {
+        assert_eq!(batch.tokens.len(), batch.row_sequence.len(), "one sequence index per row");
+        assert!(batch.tokens.len() <= self.plan.chunk, "a batch is at most a chunk");
+        let vocab = self.spec.vocab_size;
+        if let Some(&id) = batch.tokens.iter().find(|&&t| t as usize >= vocab) {
+            return Err(EngineError::BadToken { id, vocab });
+        }
+        let mut added = vec![0; sequences.len()];
+        for &s in &batch.row_sequence {
+            added[s as usize] += 1;
+        }
+        for (s, rows) in sequences.iter().zip(&added) {
+            if s.len() + rows > self.plan.context {
+                return Err(EngineError::ContextExceeded {
+                    prompt: s.len() + rows,
+                    context: self.plan.context,
+                });
+            }
+        }
+        Ok(added)
+    }
+
+    fn run_pass(
+        &mut self,
+        pass: &Pass<'_>,
+        batch: &Batch,
+        control: &mut Control<'_>,
+        sink: LogitSink<'_>,
+    ) -> Result<(), EngineError> {
+        let clock = Instant::now();
+        self.embed(&batch.tokens)?;
+        self.backend.begin(pass, &self.hidden);
+        self.stats.phases.embed += clock.elapsed();
+        let program = self.program.clone();
+        let total = program.segments.len();
+        for (index, segment) in program.segments.iter().enumerate() {
+            if control.cancel.load(Ordering::Relaxed) {
+                return Err(EngineError::Cancelled);
+            }
+            timed(&mut self.stats.phases.body, || self.backend.run(pass, &segment.ops))?;
+            if let Some(moe) = segment.moe {
+                self.run_experts(pass, moe, &segment.overlap, control)?;
+            }
+            (control.progress)(index + 1, total);
+        }
+        let clock = Instant::now();
+        let vocab = self.spec.vocab_size;
+        for rows in batch.logit_rows.chunks(self.backend.max_logit_rows()) {
+            self.logits.resize(rows.len() * vocab, 0.0);
+            self.backend.logits(rows, &mut self.logits);
+            self.stats.phases.head += clock.elapsed();
+            for (row, logits) in rows.iter().zip(self.logits.chunks_exact(vocab)) {
+                sink(*row as usize, logits)?;
+            }
+        }
+        self.stats.memory_bytes += self.backend.take_bytes_moved();
+        Ok(())
+    }
+
+    fn run_experts(
+        &mut self,
+        pass: &Pass<'_>,
+        id: MoeId,
+        overlap: &[forebay_program::Op],
+        control: &Control<'_>,
+    ) -> Result<(), EngineError> {
+        let phases = &mut self.stats.phases;
+        let store = self.store.as_mut().expect("a routed model has a store");
+        let clock = Instant::now();
+        let moe = &self.program.moes[id.0];
+        let union = union(&self.backend.routing(id).ids, moe.n_experts);
+        store.begin(id.0, &union)?;
+        phases.plan += clock.elapsed();
+        timed(&mut phases.body, || self.backend.run(pass, overlap))?;
+        let mut leases = Vec::new();
+        loop {
+            if control.cancel.load(Ordering::Relaxed) {
+                return Err(EngineError::Cancelled);
+            }
+            timed(&mut phases.read_wait, || store.next_ready(&mut leases))?;
+            if leases.is_empty() {
+                break;
+            }
+            let clock = Instant::now();
+            let ready: Vec<ExpertMatrices<'_>> = leases
+                .iter()
+                .map(|lease| {
+                    let v = store.view(lease);
+                    ExpertMatrices { expert: lease.expert, gate: v.gate, up: v.up, down: v.down }
+                })
+                .collect();
+            self.backend.experts(id, &ready);
+            drop(ready);
+            store.release(&mut leases);
+            phases.experts += clock.elapsed();
+        }
+        store.end();
+        Ok(())
+    }
+}
+
+/// Runs `f` and adds its time to `phase`.
+fn timed<R>(phase: &mut Duration, f: impl FnOnce() -> R) -> R {
+    let clock = Instant::now();
+    let r = f();
+    *phase += clock.elapsed();
+    r
+}
+
+/// Distinct experts, those with the most rows first so that the longest work starts early.
+fn union(ids: &[u16], n_experts: usize) -> Vec<u16> {
+    let mut count = vec![0u32; n_experts];
+    for &id in ids {
+        count[id as usize] += 1;
+    }
+    let mut union: Vec<u16> = (0..n_experts as u16).filter(|&e| count[e as usize] > 0).collect();
+    union.sort_by_key(|&e| std::cmp::Reverse(count[e as usize]));
+    union
+}
+
+/// Position of each row.
+fn positions(batch: &Batch, sequences: &[&mut Sequence]) -> Vec<u32> {
+    let mut next: Vec<u32> = sequences.iter().map(|s| s.len() as u32).collect();
+    let rows = batch.row_sequence.iter();
+    rows.map(|&s| {
+        next[s as usize] += 1;
+        next[s as usize] - 1
+    })
+    .collect()
+}

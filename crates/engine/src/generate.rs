@@ -1,0 +1,175 @@
+//! Prompt in, tokens out: chunks of prefill, then one row at a time.
+
+use std::time::Instant;
+
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::forward::{Batch, Control};
+use crate::sampler::Sampler;
+use crate::state::Sequence;
+
+/// What to generate.
+#[derive(Clone, Debug, Default)]
+pub struct GenerateParams {
+    /// At most this many tokens.
+    pub max_tokens: usize,
+    /// Go on after an end token.
+    pub ignore_eos: bool,
+    /// Ids that end the answer.
+    pub eos_ids: Vec<u32>,
+}
+
+/// Why generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// An end token.
+    Stop,
+    /// The token limit or the context's end.
+    Length,
+    /// The callback asked for it (a stop string).
+    Callback,
+    /// Interrupted.
+    Cancelled,
+}
+
+impl Finish {
+    /// As in the JSON output.
+    pub fn name(self) -> &'static str {
+        match self {
+            Finish::Stop | Finish::Callback => "stop",
+            Finish::Length => "length",
+            Finish::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// A generated token.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenEvent {
+    /// Its id.
+    pub token: u32,
+    /// Its log-probability.
+    pub logprob: f32,
+    /// Whether it is one of the end ids (not part of the content).
+    pub is_eos: bool,
+}
+
+/// What the callback wants next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Another token.
+    Continue,
+    /// No more.
+    Stop,
+}
+
+/// Result of a generation.
+#[derive(Clone, Debug)]
+pub struct Generated {
+    /// All ids, an end token included.
+    pub tokens: Vec<u32>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Seconds of prefill, up to the first token's logits.
+    pub prefill_s: f64,
+    /// Seconds of each decode step after the first token.
+    pub step_s: Vec<f64>,
+}
+
+impl Engine {
+    /// Computes `tokens` as the continuation of `sequence`, in chunks; logits of the last row only.
+    pub fn prefill(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        control: &mut Control<'_>,
+    ) -> Result<Vec<f32>, EngineError> {
+        let mut last = Vec::new();
+        let chunks = tokens.chunks(self.plan.chunk.max(1));
+        let total = chunks.len();
+        let segments = self.program.segments.len();
+        for (i, chunk) in chunks.enumerate() {
+            let wants = if i + 1 == total { vec![chunk.len() as u32 - 1] } else { Vec::new() };
+            let batch = Batch::single(chunk, wants);
+            let mut progress = |done: usize, _: usize| {
+                (control.progress)(i * segments + done, total * segments);
+            };
+            let mut inner = Control { cancel: control.cancel, progress: &mut progress };
+            self.forward(&batch, &mut [&mut *sequence], &mut inner, &mut |_, logits| {
+                last.extend_from_slice(logits);
+                Ok(())
+            })?;
+        }
+        Ok(last)
+    }
+
+    /// Answers a prompt. `on_token` sees every token as it is chosen.
+    pub fn generate(
+        &mut self,
+        sequence: &mut Sequence,
+        prompt: &[u32],
+        params: &GenerateParams,
+        sampler: &mut Sampler,
+        control: &mut Control<'_>,
+        on_token: &mut dyn FnMut(&mut Engine, TokenEvent) -> Next,
+    ) -> Result<Generated, EngineError> {
+        let room = self.plan.context.saturating_sub(sequence.len());
+        if prompt.is_empty() || prompt.len() >= room.max(1) {
+            return Err(EngineError::ContextExceeded {
+                prompt: sequence.len() + prompt.len(),
+                context: self.plan.context,
+            });
+        }
+        let clock = Instant::now();
+        let mut logits = self.prefill(sequence, prompt, control)?;
+        let mut out = Generated {
+            tokens: Vec::new(),
+            finish: Finish::Length,
+            prefill_s: clock.elapsed().as_secs_f64(),
+            step_s: Vec::new(),
+        };
+        let mut history = prompt.to_vec();
+        let limit = params.max_tokens.min(room - prompt.len());
+        let mut quiet = |_: usize, _: usize| {};
+        while out.tokens.len() < limit {
+            let clock = Instant::now();
+            let position = sequence.len() as u64;
+            let choice = sampler
+                .sample(&logits, &history, position)
+                .ok_or(EngineError::LogitNan { position: sequence.len() - 1 })?;
+            self.stats.phases.sampling += clock.elapsed();
+            let is_eos = params.eos_ids.contains(&choice.token);
+            out.tokens.push(choice.token);
+            history.push(choice.token);
+            let event = TokenEvent { token: choice.token, logprob: choice.logprob, is_eos };
+            let next = on_token(self, event);
+            if is_eos && !params.ignore_eos {
+                out.finish = Finish::Stop;
+                break;
+            }
+            if next == Next::Stop {
+                out.finish = Finish::Callback;
+                break;
+            }
+            if out.tokens.len() == limit {
+                break;
+            }
+            logits.clear();
+            let batch = Batch::single(&[choice.token], vec![0]);
+            let mut inner = Control { cancel: control.cancel, progress: &mut quiet };
+            let step = self.forward(&batch, &mut [&mut *sequence], &mut inner, &mut |_, l| {
+                logits.extend_from_slice(l);
+                Ok(())
+            });
+            match step {
+                Err(EngineError::Cancelled) => {
+                    out.finish = Finish::Cancelled;
+                    break;
+                }
+                other => other?,
+            }
+            out.step_s.push(clock.elapsed().as_secs_f64());
+        }
+        Ok(out)
+    }
+}

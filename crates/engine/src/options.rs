@@ -1,0 +1,105 @@
+//! What a caller chooses when opening a model.
+
+use forebay_cpu::Level;
+use forebay_cpu::attention::KvType;
+use forebay_program::Precision;
+use forebay_store::IoMode;
+
+/// Total memory of the process.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum MemoryLimit {
+    /// Most of what the container or the machine has free.
+    Auto,
+    /// This many bytes.
+    Bytes(u64),
+    /// This part (0..1] of the smaller of the container's limit and RAM.
+    Fraction(f64),
+}
+
+/// Where experts live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResidencyChoice {
+    /// Resident when everything fits the budget, streamed otherwise.
+    Auto,
+    /// Bounded slots, read on demand.
+    Stream,
+    /// Mapped; the system pages them.
+    Mapped,
+    /// All loaded.
+    Resident,
+}
+
+/// Options of [`crate::Engine::open`].
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Budget.
+    pub memory: MemoryLimit,
+    /// Residency of experts.
+    pub residency: ResidencyChoice,
+    /// Slots per routed layer (the pool is this times the layers); none: what the budget leaves.
+    pub slots_per_layer: Option<usize>,
+    /// Slots of the whole pool; wins over `slots_per_layer`. For tests of the minimum.
+    pub slots_total: Option<usize>,
+    /// Compute threads; none: one per core.
+    pub threads: Option<usize>,
+    /// Rows of a prefill chunk; none: what the ledger allows.
+    pub chunk: Option<usize>,
+    /// Precision; none: q8.
+    pub precision: Option<Precision>,
+    /// KV type; none: f32 under f32, else f16.
+    pub kv: Option<KvType>,
+    /// Context in tokens; none: the smaller of the model's and 4096.
+    pub context: Option<usize>,
+    /// Sequences at once.
+    pub sequences: usize,
+    /// How files are read.
+    pub io: IoMode,
+    /// Threads that read.
+    pub io_threads: usize,
+    /// Vector width; none: the widest.
+    pub level: Option<Level>,
+    /// Bytes that the caller owns besides: tokenizer and the like.
+    pub caller_bytes: u64,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        EngineOptions {
+            memory: MemoryLimit::Auto,
+            residency: ResidencyChoice::Auto,
+            slots_per_layer: None,
+            slots_total: None,
+            threads: None,
+            chunk: None,
+            precision: None,
+            kv: None,
+            context: None,
+            sequences: 1,
+            io: IoMode::Auto,
+            io_threads: 4,
+            level: None,
+            caller_bytes: 0,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// The precision, default filled in.
+    pub fn precision(&self) -> Precision {
+        self.precision.unwrap_or(Precision::Q8)
+    }
+
+    /// The KV type, default filled in.
+    pub fn kv(&self) -> KvType {
+        self.kv.unwrap_or(match self.precision() {
+            Precision::F32 => KvType::F32,
+            Precision::Q8 => KvType::F16,
+        })
+    }
+
+    /// Compute threads, default filled in.
+    pub fn threads(&self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
+        self.threads.unwrap_or_else(cores).max(1)
+    }
+}

@@ -1,0 +1,244 @@
+//! What a memory budget buys: residency, slots, chunk and context, with the ledger that proves it.
+//!
+//! Everything is computed before a byte of weights is read. The plan is a function of the model's
+//! shape, the options and the budget.
+
+use forebay_cpu::backend::{CpuBackend, CpuBytes, CpuShape};
+use forebay_models::ModelSpec;
+use forebay_program::Program;
+use forebay_program::ledger::{Ledger, human};
+use forebay_store::{Residency, StoreSpec};
+
+use crate::error::EngineError;
+use crate::options::{EngineOptions, ResidencyChoice};
+use crate::state::pages_per_sequence;
+
+const MIB: u64 = 1 << 20;
+
+/// The program's own code and data, measured as anonymous memory of an idle process and rounded up.
+const PROCESS_BYTES: u64 = 12 * MIB;
+
+/// Memory that a description of the model takes per tensor or expert matrix: names, shapes, extents.
+const BYTES_PER_TENSOR: u64 = 1024;
+
+/// Context when none is asked for.
+const DEFAULT_CONTEXT: usize = 4096;
+
+/// Rows of a prefill chunk that are tried, largest first.
+const CHUNKS: [usize; 10] = [512, 256, 128, 64, 32, 16, 8, 4, 2, 1];
+
+/// What kernel memory and page cache of a container get: `max(64 MiB, 3%)`.
+pub fn reserve_bytes(budget: u64) -> u64 {
+    (64 * MIB).max(budget / 100 * 3)
+}
+
+/// A plan that fits its budget.
+#[derive(Clone, Debug)]
+pub struct MemoryPlan {
+    /// Line by line.
+    pub ledger: Ledger,
+    /// Budget in bytes.
+    pub budget: u64,
+    /// Smallest budget that would work with the same context and KV type.
+    pub minimum: u64,
+    /// Where experts live; none for a model without experts.
+    pub residency: Option<Residency>,
+    /// Expert buffers in the pool (stream mode).
+    pub slots: usize,
+    /// Most rows of a pass.
+    pub chunk: usize,
+    /// Positions of a sequence.
+    pub context: usize,
+    /// What the backend allocates.
+    pub shape: CpuShape,
+}
+
+/// What a plan is made from.
+pub struct PlanInput<'a> {
+    /// The model.
+    pub spec: &'a ModelSpec,
+    /// Its program.
+    pub program: &'a Program,
+    /// Its experts.
+    pub store: &'a StoreSpec,
+    /// Choices.
+    pub options: &'a EngineOptions,
+    /// Tensors in the checkpoint.
+    pub tensors: usize,
+}
+
+impl PlanInput<'_> {
+    /// The best plan within `budget`.
+    pub fn plan(&self, budget: u64) -> Result<MemoryPlan, EngineError> {
+        let context = self.context()?;
+        let minimum = self.minimum(context);
+        let slot = self.store.slot_bytes();
+        let routed = !self.store.layers.is_empty();
+        let chunks: Vec<usize> = match self.options.chunk {
+            Some(chunk) => vec![chunk.max(1)],
+            None => CHUNKS.to_vec(),
+        };
+        let smallest = self.fixed(*chunks.last().expect("not empty"), context).0;
+        for &chunk in &chunks {
+            let (fixed, shape) = self.fixed(chunk, context);
+            let spent = fixed.total() + reserve_bytes(budget);
+            let left = budget.saturating_sub(spent);
+            // Scratch may take an eighth of what experts could have.
+            let without = budget.saturating_sub(smallest.total() + reserve_bytes(budget));
+            let is_last = Some(&chunk) == chunks.last();
+            let modest = fixed.total() - smallest.total() <= without / 8;
+            if spent > budget || (routed && !modest && !is_last) {
+                continue;
+            }
+            let Some(residency) = self.residency(left)? else { continue };
+            let mut ledger = fixed;
+            let slots = match residency {
+                Some(Residency::Stream { slots }) => slots,
+                _ => 0,
+            };
+            match residency {
+                Some(Residency::Stream { slots }) => {
+                    ledger.add("expert slots", slots as u64 * slot)
+                }
+                Some(Residency::Resident) => ledger.add("experts", self.store.resident_bytes()),
+                _ => {}
+            }
+            ledger.add("kernel and cache reserve", reserve_bytes(budget));
+            return Ok(MemoryPlan {
+                ledger,
+                budget,
+                minimum,
+                residency,
+                slots,
+                chunk,
+                context,
+                shape,
+            });
+        }
+        Err(EngineError::BudgetTooSmall {
+            budget,
+            minimum: self.minimum_as_asked(context),
+            advice: format!(
+                "{context} tokens of context and {:?} keys and values; a shorter --context or a smaller --kv lowers it",
+                self.options.kv()
+            ),
+        })
+    }
+
+    /// Context in tokens.
+    fn context(&self) -> Result<usize, EngineError> {
+        let longest = self.spec.context_length;
+        match self.options.context {
+            Some(0) => Err(EngineError::Refused {
+                what: "a context of 0 tokens".into(),
+                instead: "give --context at least 1".into(),
+            }),
+            Some(c) if c > longest => Err(EngineError::Refused {
+                what: format!("a context of {c} tokens"),
+                instead: format!("the model was made for {longest}; give --context at most that"),
+            }),
+            Some(c) => Ok(c),
+            None => Ok(longest.min(DEFAULT_CONTEXT)),
+        }
+    }
+
+    /// Where experts go with `left` bytes for them. Outer none: they do not fit.
+    fn residency(&self, left: u64) -> Result<Option<Option<Residency>>, EngineError> {
+        if self.store.layers.is_empty() {
+            return match self.options.residency {
+                ResidencyChoice::Stream => Err(EngineError::Refused {
+                    what: "--residency stream".into(),
+                    instead: "this model has no routed experts; leave it at auto".into(),
+                }),
+                _ => Ok(Some(None)),
+            };
+        }
+        let o = self.options;
+        let all = self.store.n_experts_total();
+        let fit = (left / self.store.slot_bytes()) as usize;
+        let asked = o.slots_total.or(o.slots_per_layer.map(|n| n * self.store.layers.len()));
+        let stream = || {
+            let slots = asked.unwrap_or(fit).min(all);
+            (slots >= 1 && slots <= fit).then_some(Some(Residency::Stream { slots }))
+        };
+        let resident = (self.store.resident_bytes() <= left).then_some(Some(Residency::Resident));
+        Ok(match o.residency {
+            ResidencyChoice::Stream => stream(),
+            ResidencyChoice::Mapped => Some(Some(Residency::Mapped)),
+            ResidencyChoice::Resident => resident,
+            ResidencyChoice::Auto if asked.is_some() => stream(),
+            ResidencyChoice::Auto => resident.or_else(stream),
+        })
+    }
+
+    /// All lines but experts and reserve.
+    fn fixed(&self, chunk: usize, context: usize) -> (Ledger, CpuShape) {
+        let chunk = chunk.min(context);
+        let o = self.options;
+        let pages = self.program.kv_windows.iter();
+        let shape = CpuShape {
+            max_rows: chunk,
+            kv_type: o.kv(),
+            kv_pages: pages.map(|w| pages_per_sequence(*w, context, chunk) * o.sequences).collect(),
+        };
+        let CpuBytes { trunk, vectors, kv, scratch } = CpuBackend::bytes(self.program, &shape);
+        let d = self.spec.hidden_size as u64;
+        let host = chunk as u64 * d * 4 + 16.min(chunk) as u64 * self.spec.vocab_size as u64 * 8;
+        let matrices = self.store.n_experts_total() * 3 + self.tensors;
+        let threads = o.threads() + o.io_threads;
+        let mut ledger = Ledger::default();
+        ledger.add("trunk", trunk + vectors);
+        ledger.add("keys and values", kv);
+        ledger.add("scratch", scratch + host);
+        ledger.add("tokenizer", o.caller_bytes);
+        ledger.add("description of the model", matrices as u64 * BYTES_PER_TENSOR);
+        // Half a stack at most is touched; the rest is address space.
+        ledger.add("threads", threads as u64 * forebay_cpu::pool::STACK_BYTES as u64 / 2);
+        ledger.add("program", PROCESS_BYTES);
+        (ledger, shape)
+    }
+
+    /// Smallest total with one expert buffer and one row at a time.
+    pub fn minimum(&self, context: usize) -> u64 {
+        self.minimum_with(1, context, 1)
+    }
+
+    /// Smallest total with the chunk and the slots that were asked for.
+    fn minimum_as_asked(&self, context: usize) -> u64 {
+        let o = self.options;
+        let layers = self.store.layers.len();
+        let slots = o.slots_total.or(o.slots_per_layer.map(|n| n * layers)).unwrap_or(1);
+        self.minimum_with(o.chunk.unwrap_or(1).max(1), context, slots.max(1))
+    }
+
+    fn minimum_with(&self, chunk: usize, context: usize, slots: usize) -> u64 {
+        let experts = match (self.store.layers.is_empty(), self.options.residency) {
+            (true, _) | (_, ResidencyChoice::Mapped) => 0,
+            (_, ResidencyChoice::Resident) => self.store.resident_bytes(),
+            _ => self.store.slot_bytes() * slots as u64,
+        };
+        let need = self.fixed(chunk, context).0.total() + experts;
+        // The reserve is a share of the budget itself.
+        let by_share = (need as f64 / 0.97).ceil() as u64 + 100;
+        (need + 64 * MIB).max(by_share).next_multiple_of(MIB)
+    }
+}
+
+impl MemoryPlan {
+    /// One line for people.
+    pub fn summary(&self) -> String {
+        let experts = match self.residency {
+            None => "no experts".to_string(),
+            Some(Residency::Stream { slots }) => format!("{slots} expert slots, streamed"),
+            Some(Residency::Mapped) => "experts mapped".to_string(),
+            Some(Residency::Resident) => "experts resident".to_string(),
+            Some(other) => format!("experts {other:?}"),
+        };
+        format!(
+            "budget {}: {experts}, chunks of {}, context {}",
+            human(self.budget),
+            self.chunk,
+            self.context
+        )
+    }
+}

@@ -1,0 +1,245 @@
+//! From logits to a token.
+//!
+//! Order: repetition penalties, temperature, top-k, top-p, min-p, then a draw. The random number is a
+//! function of (seed, position, choice) and of nothing that happened before, so that a token does not
+//! depend on how its predecessors were computed (drafted, batched, resumed).
+
+/// Sampling parameters. The default is greedy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplerParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Keep the k most likely; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the smallest set whose probability reaches this; 1 keeps all.
+    pub top_p: f32,
+    /// Keep what has at least this part of the largest probability; 0 keeps all.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens seen lately; 1 is off.
+    pub repeat_penalty: f32,
+    /// Subtracted from logits of tokens seen lately.
+    pub presence_penalty: f32,
+    /// Subtracted once per occurrence.
+    pub frequency_penalty: f32,
+    /// How many last tokens count as lately.
+    pub repeat_last: usize,
+    /// Seed.
+    pub seed: u64,
+}
+
+impl Default for SamplerParams {
+    fn default() -> Self {
+        SamplerParams {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repeat_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repeat_last: 64,
+            seed: 0,
+        }
+    }
+}
+
+/// Chooses tokens.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    params: SamplerParams,
+    candidates: Vec<(u32, f32)>,
+}
+
+/// A chosen token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// Its id.
+    pub token: u32,
+    /// Its log-probability under the model's own distribution (no temperature, no cuts).
+    pub logprob: f32,
+}
+
+impl Sampler {
+    /// A sampler.
+    pub fn new(params: SamplerParams) -> Sampler {
+        Sampler { params, candidates: Vec::new() }
+    }
+
+    /// Chooses the token after `history`, at `position`. `None` when a logit is NaN or none is finite.
+    pub fn sample(&mut self, logits: &[f32], history: &[u32], position: u64) -> Option<Choice> {
+        let (raw_max, log_sum) = log_sum_exp(logits)?;
+        let p = &self.params;
+        let recent = &history[history.len().saturating_sub(p.repeat_last)..];
+        let penalised = !recent.is_empty()
+            && (p.repeat_penalty != 1.0 || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0);
+        let token = if p.temperature <= 0.0 && !penalised {
+            argmax(logits)
+        } else {
+            self.candidates.clear();
+            self.candidates.extend(logits.iter().enumerate().map(|(i, &l)| (i as u32, l)));
+            if penalised {
+                penalise(&mut self.candidates, recent, p);
+            }
+            self.draw(position)
+        };
+        let logprob = (logits[token as usize] as f64 - raw_max as f64 - log_sum) as f32;
+        Some(Choice { token, logprob })
+    }
+
+    fn draw(&mut self, position: u64) -> u32 {
+        let p = &self.params;
+        let c = &mut self.candidates;
+        // Highest logit first; ties go to the lower id.
+        let better = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        if p.temperature <= 0.0 {
+            return c.iter().min_by(|a, b| better(a, b)).expect("vocabulary is not empty").0;
+        }
+        let k = if p.top_k == 0 { c.len() } else { p.top_k.min(c.len()) };
+        if k < c.len() {
+            c.select_nth_unstable_by(k - 1, better);
+            c.truncate(k);
+        }
+        c.sort_unstable_by(better);
+        let max = c[0].1 as f64;
+        let inv_t = 1.0 / p.temperature as f64;
+        let weights: Vec<f64> = c.iter().map(|(_, l)| ((*l as f64 - max) * inv_t).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let mut keep = 0;
+        let mut mass = 0.0;
+        for w in &weights {
+            if keep > 0 && (mass >= p.top_p as f64 * total || *w < p.min_p as f64) {
+                break;
+            }
+            mass += w;
+            keep += 1;
+        }
+        let mut left = uniform(p.seed, position, 0) * mass;
+        for (candidate, w) in c[..keep].iter().zip(&weights) {
+            left -= w;
+            if left < 0.0 {
+                return candidate.0;
+            }
+        }
+        c[keep - 1].0
+    }
+}
+
+fn penalise(candidates: &mut [(u32, f32)], recent: &[u32], p: &SamplerParams) {
+    let mut recent: Vec<u32> = recent.to_vec();
+    recent.sort_unstable();
+    for group in recent.chunk_by(|a, b| a == b) {
+        let Some((_, logit)) = candidates.get_mut(group[0] as usize) else { continue };
+        let scaled =
+            if *logit > 0.0 { *logit / p.repeat_penalty } else { *logit * p.repeat_penalty };
+        *logit = scaled - p.presence_penalty - p.frequency_penalty * group.len() as f32;
+    }
+}
+
+/// Index of the largest; the first among equals.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, l) in logits.iter().enumerate() {
+        if *l > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+/// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
+pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
+    if logits.iter().any(|l| l.is_nan()) {
+        return None;
+    }
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if !max.is_finite() {
+        return None;
+    }
+    let sum: f64 = logits.iter().map(|l| ((l - max) as f64).exp()).sum();
+    Some((max, sum.ln()))
+}
+
+/// A number in `[0, 1)` from a counter: two rounds of the SplitMix64 finaliser (Steele et al. 2014) over
+/// seed, position and choice.
+pub fn uniform(seed: u64, position: u64, choice: u64) -> f64 {
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58476d1ce4e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d049bb133111eb);
+        z ^ (z >> 31)
+    };
+    let a = mix(seed.wrapping_add(0x9e3779b97f4a7c15));
+    let b = mix(a ^ position.wrapping_mul(0x9e3779b97f4a7c15).wrapping_add(choice << 56));
+    (mix(b) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(params: SamplerParams, logits: &[f32], history: &[u32], pos: u64) -> u32 {
+        Sampler::new(params).sample(logits, history, pos).unwrap().token
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_the_largest() {
+        assert_eq!(sample(SamplerParams::default(), &[0.0, 2.0, 2.0, 1.0], &[], 0), 1);
+    }
+
+    #[test]
+    fn nan_is_reported() {
+        assert!(Sampler::new(SamplerParams::default()).sample(&[0.0, f32::NAN], &[], 0).is_none());
+        assert!(
+            Sampler::new(SamplerParams::default()).sample(&[f32::NEG_INFINITY], &[], 0).is_none()
+        );
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let logits = [1.0f32, 0.0, -1.0, 0.5];
+        let z: f64 = logits.iter().map(|l| (*l as f64).exp()).sum();
+        let mut counts = [0usize; 4];
+        let n = 20000;
+        let p = SamplerParams { temperature: 1.0, seed: 7, ..Default::default() };
+        let mut s = Sampler::new(p);
+        for pos in 0..n {
+            counts[s.sample(&logits, &[], pos).unwrap().token as usize] += 1;
+        }
+        for (c, l) in counts.iter().zip(logits) {
+            let want = (l as f64).exp() / z;
+            // Five standard deviations of a binomial share.
+            let sd = (want * (1.0 - want) / n as f64).sqrt();
+            assert!((*c as f64 / n as f64 - want).abs() < 5.0 * sd, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn cuts_keep_what_they_say() {
+        let logits = [3.0f32, 2.0, 1.0, 0.0];
+        for pos in 0..200 {
+            let hot = SamplerParams { temperature: 5.0, ..Default::default() };
+            assert_eq!(sample(SamplerParams { top_k: 1, ..hot.clone() }, &logits, &[], pos), 0);
+            assert!(sample(SamplerParams { top_k: 2, ..hot.clone() }, &logits, &[], pos) < 2);
+            assert_eq!(sample(SamplerParams { top_p: 0.1, ..hot.clone() }, &logits, &[], pos), 0);
+            let min_p = SamplerParams { min_p: 0.5, temperature: 1.0, ..Default::default() };
+            assert_eq!(sample(min_p, &logits, &[], pos), 0);
+        }
+    }
+
+    #[test]
+    fn penalties_move_repeated_tokens_down() {
+        let p = SamplerParams { repeat_penalty: 2.0, ..Default::default() };
+        assert_eq!(sample(p, &[2.0, 1.5, -1.0], &[0], 0), 1);
+        let p = SamplerParams { frequency_penalty: 0.3, ..Default::default() };
+        assert_eq!(sample(p.clone(), &[2.0, 1.5], &[0], 0), 0);
+        assert_eq!(sample(p, &[2.0, 1.5], &[0, 0], 0), 1);
+    }
+
+    #[test]
+    fn a_draw_depends_on_seed_and_position_only() {
+        let u = uniform(1, 2, 0);
+        assert!((0.0..1.0).contains(&u));
+        assert_ne!(u, uniform(2, 2, 0));
+        assert_ne!(u, uniform(1, 3, 0));
+        assert_eq!(u, uniform(1, 2, 0));
+    }
+}

@@ -1,0 +1,65 @@
+//! Counters of a run.
+
+use std::time::Duration;
+
+use forebay_store::StoreStats;
+
+/// Where the time of forward passes went.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Phases {
+    /// Embedding rows.
+    pub embed: Duration,
+    /// Operations outside of experts, up to and including routers.
+    pub body: Duration,
+    /// Forming unions and plans.
+    pub plan: Duration,
+    /// Waiting for experts' bytes.
+    pub read_wait: Duration,
+    /// Computing experts.
+    pub experts: Duration,
+    /// Last norm and output head.
+    pub head: Duration,
+    /// Sampling.
+    pub sampling: Duration,
+}
+
+impl Phases {
+    /// Names and seconds, in order.
+    pub fn named(&self) -> [(&'static str, f64); 7] {
+        [
+            ("embed", self.embed.as_secs_f64()),
+            ("body", self.body.as_secs_f64()),
+            ("plan", self.plan.as_secs_f64()),
+            ("read_wait", self.read_wait.as_secs_f64()),
+            ("experts", self.experts.as_secs_f64()),
+            ("head", self.head.as_secs_f64()),
+            ("sampling", self.sampling.as_secs_f64()),
+        ]
+    }
+
+    /// Time since `earlier`, phase by phase.
+    pub fn since(&self, earlier: &Phases) -> Phases {
+        Phases {
+            embed: self.embed - earlier.embed,
+            body: self.body - earlier.body,
+            plan: self.plan - earlier.plan,
+            read_wait: self.read_wait - earlier.read_wait,
+            experts: self.experts - earlier.experts,
+            head: self.head - earlier.head,
+            sampling: self.sampling - earlier.sampling,
+        }
+    }
+}
+
+/// A snapshot of all counters; differences of two describe what lies between.
+#[derive(Clone, Debug, Default)]
+pub struct Stats {
+    /// Times.
+    pub phases: Phases,
+    /// Of the expert store; default where the model has no experts.
+    pub store: StoreStats,
+    /// Weight and KV bytes read from memory.
+    pub memory_bytes: u64,
+    /// Rows computed.
+    pub rows: u64,
+}

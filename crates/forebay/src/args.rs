@@ -1,0 +1,518 @@
+//! The command line. Fields are raw; their meaning is resolved in [`crate::model`] and the commands.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use forebay_cpu::Level;
+use forebay_engine::{EngineOptions, MemoryLimit, ResidencyChoice, SamplerParams};
+
+/// Runs Mixture-of-Experts language models that are larger than memory.
+#[derive(Debug, Parser)]
+#[command(
+    name = "forebay",
+    version,
+    arg_required_else_help = true,
+    after_help = "Examples:\n  forebay run models/tiny-gpt-oss \"Tell me a story about a brave fox.\"\n  \
+    forebay run big.gguf --memory 4GiB --stats \"Why is the sky blue?\"\n  \
+    forebay inspect big.gguf --memory 4GiB\n\n\
+    Options can also be given as FOREBAY_* variables and in forebay.toml.\n\
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 refused, 130 interrupted."
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Answer one prompt, streaming.
+    #[command(
+        after_help = "Examples:\n  forebay run models/tiny-gpt-oss \"Tell me a story.\" --stats\n  \
+        echo \"Summarise this.\" | forebay run model.gguf -\n  \
+        forebay run model.gguf --raw \"Once upon a time\" --tokens 64 --temp 0.8 --seed 7"
+    )]
+    Run(RunArgs),
+    /// Say what a model file is, and what a budget buys.
+    #[command(after_help = "Examples:\n  forebay inspect model.gguf --memory 4GiB\n  \
+        forebay inspect folder/ --json")]
+    Inspect(InspectArgs),
+    /// Measure prefill and decode, with bytes and bandwidths.
+    #[command(after_help = "Example:\n  forebay bench model.gguf --memory 4GiB \
+        --prompt-tokens 512 --gen-tokens 64 --repeat 5 --json")]
+    Bench(BenchArgs),
+    /// Compare with references, measure perplexity, prove that nothing changes the bits.
+    Eval(EvalArgs),
+    /// Show the token ids of a text.
+    #[command(after_help = "Examples:\n  forebay tokenize model.gguf \"Hello\"\n  \
+        forebay tokenize model.gguf --decode 1,2,3")]
+    Tokenize(TokenizeArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    #[command(subcommand)]
+    pub command: EvalCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum EvalCommand {
+    /// Compare logits and greedy answers with those of another implementation.
+    #[command(after_help = "Example:\n  forebay eval golden model/ golden.json --precision f32")]
+    Golden(GoldenArgs),
+    /// Perplexity over a text or over token ids.
+    #[command(after_help = "Example:\n  forebay eval perplexity model/ ids.json --window 256")]
+    Perplexity(PerplexityArgs),
+    /// Run one prompt over residencies, slots, chunks, threads and vector widths and compare all bits.
+    #[command(after_help = "Example:\n  forebay eval same model/ --prompt \"Once upon a time\"")]
+    Same(SameArgs),
+}
+
+impl Cli {
+    /// Whether the command was asked for JSON.
+    pub fn json(&self) -> bool {
+        match &self.command {
+            Command::Run(a) => a.json,
+            Command::Inspect(a) => a.json,
+            Command::Bench(a) => a.json,
+            Command::Tokenize(a) => a.json,
+            Command::Eval(e) => match &e.command {
+                EvalCommand::Golden(a) => a.json,
+                EvalCommand::Perplexity(a) => a.json,
+                EvalCommand::Same(a) => a.json,
+            },
+        }
+    }
+}
+
+/// A model: what every command begins with.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// A GGUF file (the first of a split set), or a safetensors or MLX folder.
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub options: Options,
+}
+
+/// Options of every command that opens a model.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Model options")]
+pub struct Options {
+    /// Total memory of the process: a size (4GiB), a percentage (75%) of the smaller of the container's
+    /// limit and RAM, or auto.
+    #[arg(long, env = "FOREBAY_MEMORY", default_value = "auto", value_name = "SIZE|PERCENT|auto")]
+    pub memory: MemoryArg,
+    /// Where experts live.
+    #[arg(long, env = "FOREBAY_RESIDENCY", value_enum, default_value = "auto")]
+    pub residency: ResidencyArg,
+    /// Expert slots per routed layer; the pool is this times the layers.
+    #[arg(long, env = "FOREBAY_SLOTS", value_name = "N")]
+    pub slots: Option<usize>,
+    /// How files are read.
+    #[arg(long, env = "FOREBAY_IO", value_enum, default_value = "auto")]
+    pub io: IoArg,
+    /// Threads that read experts.
+    #[arg(long, env = "FOREBAY_IO_THREADS", value_name = "N", default_value_t = 4)]
+    pub io_threads: usize,
+    /// Compute threads; one per core unless told.
+    #[arg(long, env = "FOREBAY_THREADS", value_name = "N")]
+    pub threads: Option<usize>,
+    /// Most prompt tokens worked through at once; what the budget allows unless told.
+    #[arg(long, env = "FOREBAY_CHUNK", value_name = "N")]
+    pub chunk: Option<usize>,
+    /// f32 keeps activations exact; q8 (auto) rounds them to 8 bits where weights are quantised.
+    #[arg(long, env = "FOREBAY_PRECISION", value_enum, default_value = "auto")]
+    pub precision: PrecisionArg,
+    /// Type of keys and values; f32 under --precision f32, else f16.
+    #[arg(long, env = "FOREBAY_KV", value_enum)]
+    pub kv: Option<KvArg>,
+    /// Positions that the KV cache holds; the smaller of the model's and 4096 unless told.
+    #[arg(long, env = "FOREBAY_CONTEXT", value_name = "N")]
+    pub context: Option<usize>,
+    /// Where to compute.
+    #[arg(long, env = "FOREBAY_BACKEND", value_enum, default_value = "auto")]
+    pub backend: BackendArg,
+    /// Vector instructions; the widest unless told. Results do not depend on it.
+    #[arg(long, env = "FOREBAY_SIMD", value_name = "scalar|avx2|avx512|neon")]
+    pub simd: Option<Level>,
+}
+
+/// `--memory`
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MemoryArg(pub MemoryLimit);
+
+impl FromStr for MemoryArg {
+    type Err = String;
+    fn from_str(s: &str) -> Result<MemoryArg, String> {
+        let text = s.trim();
+        if text == "auto" {
+            return Ok(MemoryArg(MemoryLimit::Auto));
+        }
+        let bad = || format!("{s:?} is no size; write 4GiB, 3500MB, 75% or auto");
+        if let Some(percent) = text.strip_suffix('%') {
+            let p: f64 = percent.trim().parse().map_err(|_| bad())?;
+            return match p > 0.0 && p <= 100.0 {
+                true => Ok(MemoryArg(MemoryLimit::Fraction(p / 100.0))),
+                false => Err(format!("{s:?}: a percentage lies between 0 and 100")),
+            };
+        }
+        let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(split);
+        let number: f64 = number.parse().map_err(|_| bad())?;
+        let factor = match unit.trim().to_ascii_lowercase().as_str() {
+            "" | "b" => 1.0,
+            "k" | "kib" => 1024.0,
+            "m" | "mib" => 1048576.0,
+            "g" | "gib" => 1073741824.0,
+            "t" | "tib" => 1099511627776.0,
+            "kb" => 1e3,
+            "mb" => 1e6,
+            "gb" => 1e9,
+            "tb" => 1e12,
+            _ => return Err(bad()),
+        };
+        let bytes = number * factor;
+        match bytes.is_finite() && (1.0..1e18).contains(&bytes) {
+            true => Ok(MemoryArg(MemoryLimit::Bytes(bytes as u64))),
+            false => Err(bad()),
+        }
+    }
+}
+
+macro_rules! value_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+        pub enum $name { $($(#[$vdoc])* $variant),* }
+    };
+}
+value_enum!(
+    /// `--residency`
+    ResidencyArg {
+        /// Resident if all fits the budget, else streamed
+        Auto,
+        /// Bounded slots, read on demand
+        Stream,
+        /// Mapped files, paged by the system
+        Mapped,
+        /// All in memory
+        Resident,
+    }
+);
+value_enum!(
+    /// `--io`
+    IoArg {
+        /// Direct reads where the file system allows them
+        Auto,
+        /// io_uring (not in this version)
+        Uring,
+        /// Threads with direct positioned reads
+        Threads,
+        /// Through the page cache
+        Buffered,
+    }
+);
+value_enum!(
+    /// `--precision`
+    PrecisionArg { Auto, F32, Q8 }
+);
+value_enum!(
+    /// `--kv`
+    KvArg { F32, F16, Q8 }
+);
+value_enum!(
+    /// `--backend`
+    BackendArg { Auto, Cpu, Cuda }
+);
+
+impl Options {
+    /// The engine's options; refuses what this version does not have.
+    pub fn engine(&self) -> anyhow::Result<EngineOptions> {
+        use forebay_cpu::attention::KvType;
+        use forebay_engine::EngineError;
+        use forebay_program::Precision;
+        use forebay_store::IoMode;
+        let refuse = |what: &str, instead: &str| EngineError::Refused {
+            what: what.into(),
+            instead: instead.into(),
+        };
+        if self.backend == BackendArg::Cuda {
+            return Err(refuse("--backend cuda", "this build computes on the CPU only").into());
+        }
+        if self.io == IoArg::Uring {
+            return Err(
+                refuse("--io uring", "this build reads with threads; leave it at auto").into()
+            );
+        }
+        if let Some(level) = self.simd.filter(|l| !Level::available().contains(l)) {
+            let have: Vec<String> = Level::available().iter().map(|l| l.to_string()).collect();
+            let instead = format!("this processor has {}", have.join(", "));
+            return Err(refuse(&format!("--simd {level}"), &instead).into());
+        }
+        let positive = |name: &str, v: Option<usize>| match v {
+            Some(0) => Err(crate::failure::usage(format!("--{name} must be at least 1"))),
+            _ => Ok(()),
+        };
+        positive("slots", self.slots)?;
+        positive("threads", self.threads)?;
+        positive("chunk", self.chunk)?;
+        positive("context", self.context)?;
+        positive("io-threads", Some(self.io_threads))?;
+        Ok(EngineOptions {
+            memory: self.memory.0,
+            residency: match self.residency {
+                ResidencyArg::Auto => ResidencyChoice::Auto,
+                ResidencyArg::Stream => ResidencyChoice::Stream,
+                ResidencyArg::Mapped => ResidencyChoice::Mapped,
+                ResidencyArg::Resident => ResidencyChoice::Resident,
+            },
+            slots_per_layer: self.slots,
+            threads: self.threads,
+            chunk: self.chunk,
+            precision: match self.precision {
+                PrecisionArg::Auto => None,
+                PrecisionArg::F32 => Some(Precision::F32),
+                PrecisionArg::Q8 => Some(Precision::Q8),
+            },
+            kv: self.kv.map(|k| match k {
+                KvArg::F32 => KvType::F32,
+                KvArg::F16 => KvType::F16,
+                KvArg::Q8 => KvType::Q8,
+            }),
+            context: self.context,
+            io: match self.io {
+                IoArg::Buffered => IoMode::Buffered,
+                IoArg::Threads => IoMode::Direct,
+                IoArg::Auto | IoArg::Uring => IoMode::Auto,
+            },
+            io_threads: self.io_threads.min(256),
+            level: self.simd,
+            ..EngineOptions::default()
+        })
+    }
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Sampling options")]
+pub struct SamplingArgs {
+    /// 0 always takes the most likely token.
+    #[arg(long, env = "FOREBAY_TEMP", default_value_t = 0.0)]
+    pub temp: f32,
+    /// Keep the k most likely tokens; 0 keeps all.
+    #[arg(long, env = "FOREBAY_TOP_K", default_value_t = 0)]
+    pub top_k: usize,
+    /// Keep the smallest set of tokens whose probability reaches this.
+    #[arg(long, env = "FOREBAY_TOP_P", default_value_t = 1.0)]
+    pub top_p: f32,
+    /// Keep tokens with at least this part of the largest probability.
+    #[arg(long, env = "FOREBAY_MIN_P", default_value_t = 0.0)]
+    pub min_p: f32,
+    /// Divides the logits of recent tokens; 1 is off.
+    #[arg(long, env = "FOREBAY_REPEAT_PENALTY", default_value_t = 1.0)]
+    pub repeat_penalty: f32,
+    /// Subtracted from the logits of recent tokens.
+    #[arg(long, env = "FOREBAY_PRESENCE_PENALTY", default_value_t = 0.0)]
+    pub presence_penalty: f32,
+    /// Subtracted from the logits of recent tokens, per occurrence.
+    #[arg(long, env = "FOREBAY_FREQUENCY_PENALTY", default_value_t = 0.0)]
+    pub frequency_penalty: f32,
+    /// How many last tokens are recent.
+    #[arg(long, env = "FOREBAY_REPEAT_LAST_N", default_value_t = 64)]
+    pub repeat_last_n: usize,
+    /// Seed of the random draws.
+    #[arg(long, env = "FOREBAY_SEED", default_value_t = 0)]
+    pub seed: u64,
+}
+
+impl SamplingArgs {
+    /// The sampler's parameters, checked.
+    pub fn params(&self) -> anyhow::Result<SamplerParams> {
+        let check = |ok: bool, name: &str, what: &str| match ok {
+            true => Ok(()),
+            false => Err(crate::failure::usage(format!("--{name} must be {what}"))),
+        };
+        check(self.temp.is_finite() && self.temp >= 0.0, "temp", "0 or more")?;
+        check(self.top_p > 0.0 && self.top_p <= 1.0, "top-p", "above 0 and at most 1")?;
+        check((0.0..=1.0).contains(&self.min_p), "min-p", "between 0 and 1")?;
+        let positive = self.repeat_penalty.is_finite() && self.repeat_penalty > 0.0;
+        check(positive, "repeat-penalty", "above 0")?;
+        Ok(SamplerParams {
+            temperature: self.temp,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repeat_penalty: self.repeat_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repeat_last: self.repeat_last_n,
+            seed: self.seed,
+        })
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// What to answer; `-` reads standard input.
+    pub prompt: Option<String>,
+    /// Take the prompt as it is, without the chat template.
+    #[arg(long, env = "FOREBAY_RAW")]
+    pub raw: bool,
+    /// A system message before the prompt.
+    #[arg(long, env = "FOREBAY_SYSTEM", conflicts_with = "raw")]
+    pub system: Option<String>,
+    /// Token ids instead of text: a JSON array, or numbers apart by blanks or commas.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "raw", "system"])]
+    pub prompt_ids: Option<PathBuf>,
+    /// At most this many tokens; to the context's end unless told.
+    #[arg(long, env = "FOREBAY_TOKENS", value_name = "N")]
+    pub tokens: Option<usize>,
+    /// Go on after an end token.
+    #[arg(long, env = "FOREBAY_IGNORE_EOS")]
+    pub ignore_eos: bool,
+    /// End the answer before this text; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// End with speed, hit rate, bytes and memory.
+    #[arg(long, env = "FOREBAY_STATS")]
+    pub stats: bool,
+    /// JSON lines on stdout: one per token, the last with statistics.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens of the prompt.
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    pub prompt_tokens: usize,
+    /// Tokens to generate.
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub gen_tokens: usize,
+    /// Measured repetitions.
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub repeat: usize,
+    /// Decode from this position on, after that many more tokens of prompt.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub depth: usize,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct GoldenArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Reference answers.
+    pub file: PathBuf,
+    /// Largest logit difference that passes.
+    #[arg(long, default_value_t = 2e-3)]
+    pub tolerance: f64,
+    /// A greedy difference where the reference's margin is below this is a near tie, no failure.
+    #[arg(long, default_value_t = 0.005)]
+    pub near_tie: f64,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct PerplexityArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Token ids (JSON array) or text.
+    pub file: PathBuf,
+    /// Tokens of a window; windows do not overlap.
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    pub window: usize,
+    /// Score only what follows the first N tokens of a window.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub skip_first: usize,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct SameArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompt.
+    #[arg(long, required_unless_present = "prompt_ids")]
+    pub prompt: Option<String>,
+    /// Token ids instead of text.
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub prompt_ids: Option<PathBuf>,
+    /// Tokens to generate after the prompt.
+    #[arg(long, default_value_t = 8, value_name = "N")]
+    pub tokens: usize,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct TokenizeArgs {
+    /// A model.
+    pub model: PathBuf,
+    /// A text, or ids with --decode.
+    pub text: String,
+    /// Markers in the text count as special tokens.
+    #[arg(long)]
+    pub special: bool,
+    /// The other way: ids (apart by commas or blanks) to text.
+    #[arg(long)]
+    pub decode: bool,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case("4GiB", 4 << 30)]
+    #[case("4g", 4 << 30)]
+    #[case("1.5 MiB", 3 << 19)]
+    #[case("3500MB", 3_500_000_000)]
+    #[case("1000", 1000)]
+    fn sizes(#[case] text: &str, #[case] bytes: u64) {
+        assert_eq!(text.parse(), Ok(MemoryArg(MemoryLimit::Bytes(bytes))));
+    }
+
+    #[rstest]
+    #[case("")]
+    #[case("4X")]
+    #[case("-1GiB")]
+    #[case("0")]
+    #[case("0%")]
+    #[case("101%")]
+    #[case("1e99GiB")]
+    fn no_sizes(#[case] text: &str) {
+        assert!(text.parse::<MemoryArg>().is_err());
+    }
+
+    #[test]
+    fn the_command_line_is_sound() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

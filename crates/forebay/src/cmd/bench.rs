@@ -1,0 +1,127 @@
+//! `bench`: prefill and decode, measured, with the bandwidths of the same run beside them.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use forebay_cpu::Pool;
+use forebay_engine::generate::Next;
+use forebay_engine::{Control, Engine, GenerateParams, Sampler, SamplerParams, Stats};
+use forebay_store::Residency;
+
+use crate::args::{BenchArgs, Options};
+use crate::failure::usage;
+use crate::measure::{Bandwidths, Report, Sample};
+use crate::model::{self, Loaded};
+use crate::term::{Bar, interruption};
+
+/// How long the disk is measured.
+const DISK_TIME: Duration = Duration::from_millis(1500);
+
+pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
+    if args.prompt_tokens == 0 || args.repeat == 0 {
+        return Err(usage("--prompt-tokens and --repeat must be at least 1"));
+    }
+    let memory = memory_bandwidth(&args.model.options);
+    let needed = args.depth + args.prompt_tokens + args.gen_tokens + 1;
+    let mut loaded = model::load(&args.model, |o| {
+        o.context.get_or_insert(needed);
+    })?;
+    let cancel = interruption();
+    let vocab = loaded.engine.spec.vocab_size as u64;
+    let prompt = random_ids(args.depth + args.prompt_tokens, vocab);
+    let (depth, prompt) = prompt.split_at(args.depth);
+    let mut samples = Vec::new();
+    let bar = Bar::steps("measuring");
+    for i in 0..args.repeat {
+        samples.push(sample(&mut loaded.engine, depth, prompt, args.gen_tokens, &cancel)?);
+        bar.set(i as u64 + 1, args.repeat as u64);
+    }
+    bar.clear();
+    let report = Report {
+        samples: &samples,
+        load_s: loaded.load_s,
+        peak_bytes: peak(&loaded),
+        bandwidths: with_disk(&loaded.engine, memory),
+        engine: &loaded.engine,
+    };
+    match args.json {
+        true => println!("{}", report.json()),
+        false => {
+            eprintln!("{}", loaded.engine.plan.summary());
+            report.print();
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn sample(
+    engine: &mut Engine,
+    depth: &[u32],
+    prompt: &[u32],
+    gen_tokens: usize,
+    cancel: &std::sync::atomic::AtomicBool,
+) -> anyhow::Result<Sample> {
+    let mut sequence = engine.new_sequence();
+    let mut control = Control { cancel, progress: &mut |_, _| {} };
+    if !depth.is_empty() {
+        engine.prefill(&mut sequence, depth, &mut control)?;
+    }
+    let before = engine.stats();
+    let mut after_prompt: Option<Stats> = None;
+    // The first token comes from the prompt's logits: one more gives `gen_tokens` decode steps.
+    let params = GenerateParams { max_tokens: gen_tokens + 1, ignore_eos: true, eos_ids: vec![] };
+    let mut sampler = Sampler::new(SamplerParams::default());
+    let generated = engine.generate(
+        &mut sequence,
+        prompt,
+        &params,
+        &mut sampler,
+        &mut control,
+        &mut |engine, _| {
+            after_prompt.get_or_insert_with(|| engine.stats());
+            Next::Continue
+        },
+    )?;
+    if generated.finish == forebay_engine::Finish::Cancelled {
+        return Err(forebay_engine::EngineError::Cancelled.into());
+    }
+    engine.release(&mut sequence);
+    let after = engine.stats();
+    let middle = after_prompt.unwrap_or_else(|| after.clone());
+    Ok(Sample::new(prompt.len(), &generated, [&before, &middle, &after]))
+}
+
+/// Ids without meaning, the same in every run.
+fn random_ids(n: usize, vocab: u64) -> Vec<u32> {
+    let id = |i| (forebay_engine::sampler::uniform(1, i as u64, 0) * vocab as f64) as u32;
+    (0..n).map(id).collect()
+}
+
+/// Memory bandwidth of the compute threads, measured before weights are loaded; none when the buffer
+/// would not fit the budget.
+pub fn memory_bandwidth(options: &Options) -> Option<f64> {
+    let threads = options.engine().ok()?.threads();
+    let bytes = match options.memory.0 {
+        forebay_engine::MemoryLimit::Bytes(b) => (b / 8).min(256 << 20),
+        _ => 256 << 20,
+    };
+    (bytes >= 32 << 20)
+        .then(|| forebay_cpu::bandwidth::measure(&Pool::new(threads), bytes as usize))
+}
+
+/// Adds the disk's bandwidth at the size and depth at which experts are read, when they are streamed.
+pub fn with_disk(engine: &Engine, memory: Option<f64>) -> Bandwidths {
+    let streams = matches!(engine.plan.residency, Some(Residency::Stream { .. }));
+    let disk = streams.then(|| {
+        let (block, depth) = engine.read_shape();
+        let measured =
+            forebay_store::bandwidth::measure(engine.files(), 0, block, depth, DISK_TIME);
+        measured.ok().map(|b| b.bytes_per_second())
+    });
+    Bandwidths { disk: disk.flatten(), memory }
+}
+
+/// Most own memory so far.
+pub fn peak(loaded: &Loaded) -> u64 {
+    loaded.peak.as_ref().map_or(0, |p| p.peak_bytes())
+}

@@ -1,0 +1,9 @@
+//! One module per command.
+
+pub mod bench;
+pub mod golden;
+pub mod inspect;
+pub mod perplexity;
+pub mod run;
+pub mod same;
+pub mod tokenize;

@@ -1,0 +1,39 @@
+//! `tokenize`: text to ids and back.
+
+use std::process::ExitCode;
+
+use forebay_files::Catalog;
+use forebay_text::{Markers, Specials, Tokenizer, TokenizerOptions};
+use serde_json::json;
+
+use crate::args::TokenizeArgs;
+use crate::failure::usage;
+use crate::model;
+
+pub fn run(args: TokenizeArgs) -> anyhow::Result<ExitCode> {
+    let catalog = Catalog::open(&model::resolve(&args.model)?)?;
+    let tokenizer = Tokenizer::from_catalog(&catalog, TokenizerOptions::default())?;
+    if args.decode {
+        let ids = model::parse_ids(&args.text)
+            .ok_or_else(|| usage(format!("{:?} is no list of token ids", args.text)))?;
+        let text = tokenizer.decode(&ids, Markers::Keep);
+        match args.json {
+            true => println!("{}", json!({ "text": text })),
+            false => println!("{text}"),
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let specials = if args.special { Specials::Parse } else { Specials::Ignore };
+    let ids = tokenizer.encode(&args.text, specials)?;
+    let pieces: Vec<String> =
+        ids.iter().map(|id| tokenizer.decode(&[*id], Markers::Keep)).collect();
+    match args.json {
+        true => println!("{}", json!({ "ids": ids, "pieces": pieces })),
+        false => {
+            for (id, piece) in ids.iter().zip(pieces) {
+                println!("{id:>8}  {piece:?}");
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

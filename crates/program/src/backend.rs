@@ -1,0 +1,97 @@
+//! What a backend must do: a handful of coarse, object-safe methods over whole operations.
+//!
+//! A backend owns the trunk, scratch and KV pages in its own memory. It never waits for a disk and
+//! never decides an order of sums: that is fixed by the formats and by [`crate::op`].
+
+use forebay_quant::MatrixView;
+
+use crate::op::{MoeId, Op};
+
+/// The pages of one sequence, per KV class: `tables[class][position / BLOCK]` is a page index.
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceTables<'a> {
+    /// One table per class of [`crate::Program::kv_windows`].
+    pub classes: &'a [Vec<u32>],
+}
+
+/// The rows of a pass.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass<'a> {
+    /// Position of each row in its sequence, `[rows]`.
+    pub positions: &'a [u32],
+    /// Which of `sequences` a row belongs to, `[rows]`.
+    pub row_sequence: &'a [u32],
+    /// Page tables.
+    pub sequences: &'a [SequenceTables<'a>],
+}
+
+impl Pass<'_> {
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.positions.len()
+    }
+}
+
+/// Which experts the rows chose, rank order: `ids[row * top_k + rank]`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Routing {
+    /// Experts, `[rows, top_k]`.
+    pub ids: Vec<u16>,
+    /// Their weights, `[rows, top_k]`.
+    pub weights: Vec<f32>,
+}
+
+/// Matrices of one expert, wherever they live.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertMatrices<'a> {
+    /// Index of the expert in its layer.
+    pub expert: u16,
+    /// `[inter, d]`
+    pub gate: MatrixView<'a>,
+    /// `[inter, d]`
+    pub up: MatrixView<'a>,
+    /// `[d, inter]`
+    pub down: MatrixView<'a>,
+}
+
+/// Why a backend could not go on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackendError {
+    /// A number that must be finite is not.
+    #[error("NaN in the router logits of layer {layer}: the weights or the input are damaged")]
+    RouterNan {
+        /// Layer in the model.
+        layer: usize,
+    },
+}
+
+/// Runs programs.
+pub trait Backend: Send {
+    /// Name as in `--backend`.
+    fn name(&self) -> &'static str;
+
+    /// Rows of the embedding that is resident because the head is tied to it: `out` is `[tokens.len(), d]`.
+    fn tied_embedding(&self, tokens: &[u32], out: &mut [f32]);
+
+    /// Starts a pass: sets the residual stream, `hidden` being `[rows, d]`.
+    fn begin(&mut self, pass: &Pass<'_>, hidden: &[f32]);
+
+    /// Runs operations of the body.
+    fn run(&mut self, pass: &Pass<'_>, ops: &[Op]) -> Result<(), BackendError>;
+
+    /// The choice made by the last [`Op::Route`] of `moe`.
+    fn routing(&self, moe: MoeId) -> &Routing;
+
+    /// Computes experts for every row that chose them, into `[rows, top_k, d]`.
+    fn experts(&mut self, moe: MoeId, experts: &[ExpertMatrices<'_>]);
+
+    /// Logits of chosen rows: `out` is `[rows.len(), vocab]`, at most [`Backend::max_logit_rows`] rows.
+    fn logits(&mut self, rows: &[u32], out: &mut [f32]);
+
+    /// Most rows in one call of [`Backend::logits`].
+    fn max_logit_rows(&self) -> usize;
+
+    /// Weight and KV bytes that the operations have read from memory since the last call.
+    fn take_bytes_moved(&mut self) -> u64;
+}

@@ -1,0 +1,334 @@
+//! From a spec to a program: one walk over the layers, straight down.
+
+use std::collections::HashMap;
+
+use forebay_models::{
+    Attention, DenseBranch, Linear, Mixer, ModelSpec, Norm, RoutedBranch, VectorRef, WeightRef,
+};
+use forebay_quant::{ActOrder, Format};
+
+use crate::op::*;
+use crate::scratch::{self, Life};
+
+/// Lowers a model for one precision.
+pub fn lower(spec: &ModelSpec, precision: Precision) -> Program {
+    let mut l = Lowering::new(spec, precision);
+    let hidden = l.buffer(spec.hidden_size);
+    let angles: Vec<BufferId> = (0..spec.ropes.len())
+        .map(|rope| {
+            let dst = l.buffer(spec.ropes[rope].inv_freq.len() * 2);
+            l.push(Op::RopeAngles { rope, dst });
+            dst
+        })
+        .collect();
+    l.touch(hidden);
+    for (index, layer) in spec.layers.iter().enumerate() {
+        match &layer.mixer {
+            Mixer::Attention(a) => l.attention(a, &layer.mixer_norm, hidden, &angles),
+            other => unreachable!("lowering of {other:?} is not written"),
+        }
+        l.feed_forward(index, layer, hidden);
+    }
+    for buffer in angles.iter().chain([&hidden]) {
+        l.touch(*buffer);
+    }
+    l.finish(hidden)
+}
+
+struct Lowering<'a> {
+    spec: &'a ModelSpec,
+    precision: Precision,
+    weights: Vec<WeightRef>,
+    vectors: Vec<Vector>,
+    lives: Vec<Life>,
+    packs: Vec<Pack>,
+    kv_layers: Vec<KvLayer>,
+    kv_windows: Vec<Option<usize>>,
+    moes: Vec<Moe>,
+    segments: Vec<Segment>,
+    clock: usize,
+    overlap: bool,
+}
+
+impl<'a> Lowering<'a> {
+    fn new(spec: &'a ModelSpec, precision: Precision) -> Self {
+        Lowering {
+            spec,
+            precision,
+            weights: Vec::new(),
+            vectors: Vec::new(),
+            lives: Vec::new(),
+            packs: Vec::new(),
+            kv_layers: Vec::new(),
+            kv_windows: Vec::new(),
+            moes: Vec::new(),
+            segments: vec![Segment::default()],
+            clock: 0,
+            overlap: false,
+        }
+    }
+
+    fn push(&mut self, op: Op) {
+        self.clock += 1;
+        for b in op.buffers() {
+            self.touch(b);
+        }
+        let segment = self.segments.last_mut().expect("there is always one");
+        if self.overlap { segment.overlap.push(op) } else { segment.ops.push(op) }
+    }
+
+    fn touch(&mut self, b: BufferId) {
+        self.lives[b.0].last = self.clock;
+    }
+
+    fn buffer(&mut self, width: usize) -> BufferId {
+        // The next operation is the first that writes it.
+        let first = self.clock + 1;
+        self.lives.push(Life { width, first, last: first });
+        BufferId(self.lives.len() - 1)
+    }
+
+    fn weight(&mut self, w: &WeightRef) -> WeightId {
+        self.weights.push(w.clone());
+        WeightId(self.weights.len() - 1)
+    }
+
+    fn vector(&mut self, source: &VectorRef, plus_one: bool) -> VectorId {
+        self.vectors.push(Vector { source: source.clone(), plus_one });
+        VectorId(self.vectors.len() - 1)
+    }
+
+    fn norm(&mut self, n: &Norm) -> NormParams {
+        let weight = n.weight.as_ref().map(|w| self.vector(w, n.plus_one));
+        NormParams { weight, eps: n.eps }
+    }
+
+    fn normed(&mut self, src: BufferId, n: &Norm) -> BufferId {
+        let norm = self.norm(n);
+        let dst = self.buffer(self.lives[src.0].width);
+        self.push(Op::RmsNorm { src, dst, norm });
+        dst
+    }
+
+    /// Order of packing for products with `format`, or none when they take f32 rows.
+    fn order(&self, format: Format) -> Option<ActOrder> {
+        (self.precision == Precision::Q8 && format.is_quantized()).then(|| format.act_order())
+    }
+
+    /// The operand for products with `format`, packing `src` unless `made` has it already.
+    fn operand(
+        &mut self,
+        src: BufferId,
+        format: Format,
+        made: &mut HashMap<ActOrder, PackId>,
+    ) -> Operand {
+        let Some(order) = self.order(format) else { return Operand::F32(src) };
+        if let Some(&id) = made.get(&order) {
+            return Operand::Packed(id);
+        }
+        let id = self.pack(src, order, false);
+        made.insert(order, id);
+        Operand::Packed(id)
+    }
+
+    fn pack(&mut self, src: BufferId, order: ActOrder, for_experts: bool) -> PackId {
+        let pack = Pack { cols: self.lives[src.0].width, order, for_experts };
+        let dst = match self.packs.iter().position(|p| *p == pack) {
+            Some(i) => PackId(i),
+            None => {
+                self.packs.push(pack);
+                PackId(self.packs.len() - 1)
+            }
+        };
+        self.push(Op::Pack { src, dst });
+        dst
+    }
+
+    /// Products that share an input: packed once per order, run together.
+    fn linears<const N: usize>(&mut self, src: BufferId, parts: [&Linear; N]) -> [BufferId; N] {
+        let mut made = HashMap::new();
+        let operands = parts.map(|p| self.operand(src, p.weight.format, &mut made));
+        let dst = parts.map(|p| self.buffer(p.weight.rows));
+        let ops = (0..N).map(|i| LinearOp {
+            weight: self.weight(&parts[i].weight),
+            bias: parts[i].bias.as_ref().map(|b| self.vector(b, false)),
+            src: operands[i],
+            dst: dst[i],
+        });
+        let ops = ops.collect();
+        self.push(Op::Linears(ops));
+        dst
+    }
+
+    fn attention(&mut self, a: &Attention, norm: &Norm, hidden: BufferId, angles: &[BufferId]) {
+        let x = self.normed(hidden, norm);
+        let (q, k, v) = match &a.v {
+            Some(v) => {
+                let [q, k, v] = self.linears(x, [&a.q, &a.k, v]);
+                (q, k, v)
+            }
+            None => unreachable!("no family here takes values from keys yet"),
+        };
+        let head_dim = a.head_dim;
+        for (buf, norm) in [(q, &a.q_norm), (k, &a.k_norm), (v, &a.v_norm)] {
+            if let Some(n) = norm {
+                let norm = self.norm(n);
+                self.push(Op::HeadNorm { buf, head_dim, norm });
+            }
+        }
+        if let Some(rope) = a.rope {
+            for buf in [q, k] {
+                self.push(Op::Rope { buf, head_dim, angles: angles[rope.0], rope: rope.0 });
+            }
+        }
+        let kv = KvId(self.kv_layers.len());
+        let class = match self.kv_windows.iter().position(|w| *w == a.window) {
+            Some(class) => class,
+            None => {
+                self.kv_windows.push(a.window);
+                self.kv_windows.len() - 1
+            }
+        };
+        self.kv_layers.push(KvLayer { n_kv_heads: a.n_kv_heads, head_dim: a.head_dim, class });
+        self.push(Op::StoreKv { kv, k, v });
+        let dst = self.buffer(a.n_heads * a.head_dim);
+        let sinks = a.sinks.as_ref().map(|s| self.vector(s, false));
+        self.push(Op::Attention(AttentionOp {
+            kv,
+            q,
+            dst,
+            n_heads: a.n_heads,
+            scale: a.scale,
+            window: a.window,
+            sinks,
+        }));
+        let [out] = self.linears(dst, [&a.o]);
+        self.push(Op::Add { src: out, dst: hidden });
+    }
+
+    fn feed_forward(&mut self, layer: usize, l: &forebay_models::Layer, hidden: BufferId) {
+        match (&l.ffn.routed, &l.ffn.dense) {
+            (Some(routed), dense) => self.routed(layer, routed, dense.as_ref(), hidden),
+            (None, Some(dense)) => {
+                let out = self.dense(dense, hidden);
+                self.push(Op::Add { src: out, dst: hidden });
+            }
+            (None, None) => {}
+        }
+    }
+
+    fn dense(&mut self, branch: &DenseBranch, hidden: BufferId) -> BufferId {
+        let x = self.normed(hidden, &branch.norm);
+        let [gate, up] = self.linears(x, [&branch.mlp.gate, &branch.mlp.up]);
+        self.push(Op::Glu { gate, up, dst: gate, activation: branch.mlp.activation });
+        let [out] = self.linears(gate, [&branch.mlp.down]);
+        out
+    }
+
+    fn routed(
+        &mut self,
+        layer: usize,
+        r: &RoutedBranch,
+        dense: Option<&DenseBranch>,
+        hidden: BufferId,
+    ) {
+        let first = &r.experts.weights[0];
+        let x = self.normed(hidden, &r.norm);
+        // The router always sees f32 rows.
+        let logits = self.buffer(r.router.weight.weight.rows);
+        let weight = self.weight(&r.router.weight.weight);
+        let bias = r.router.weight.bias.as_ref().map(|b| self.vector(b, false));
+        self.push(Op::Linears(vec![LinearOp { weight, bias, src: Operand::F32(x), dst: logits }]));
+        // Gate and up of an expert share one input; a mixture of formats with different orders in
+        // one expert would need two packs, which no published model has.
+        let input = match self.order(first.gate.format) {
+            Some(order) => Operand::Packed(self.pack(x, order, true)),
+            None => Operand::F32(x),
+        };
+        let moe = MoeId(self.moes.len());
+        self.push(Op::Route { logits, moe });
+        let out = self.buffer(r.router.top_k * self.spec.hidden_size);
+        let biases = r.experts.biases.iter();
+        let biases =
+            biases.map(|b| [&b.gate, &b.up, &b.down].map(|v| self.vector(v, false))).collect();
+        self.moes.push(Moe {
+            layer,
+            n_experts: r.experts.weights.len(),
+            top_k: r.router.top_k,
+            score: r.router.score,
+            input,
+            intermediate: r.experts.intermediate,
+            hidden_size: self.spec.hidden_size,
+            activation: r.experts.activation,
+            hidden_order: self.order(first.down.format),
+            biases,
+            out,
+        });
+        self.segments.last_mut().expect("there is always one").moe = Some(moe);
+        self.overlap = true;
+        let dense_out = dense.map(|d| self.dense(d, hidden));
+        self.overlap = false;
+        // The experts read their input and write `out` after everything that overlaps.
+        self.clock += 1;
+        self.touch(x);
+        self.touch(out);
+        self.segments.push(Segment::default());
+        let sum = self.buffer(self.spec.hidden_size);
+        self.push(Op::Combine { moe, dst: sum });
+        self.touch(out);
+        if let Some(src) = dense_out {
+            self.push(Op::Add { src, dst: sum });
+        }
+        self.push(Op::Add { src: sum, dst: hidden });
+    }
+
+    fn finish(mut self, hidden: BufferId) -> Program {
+        let spec = self.spec;
+        let norm = self.norm(&spec.final_norm);
+        let head = spec.head.as_ref().unwrap_or(&spec.embedding);
+        let weight = self.weight(head);
+        let head = Head { norm, weight, pack: self.order(head.format), tied: spec.head.is_none() };
+        let (offsets, scratch_width) = scratch::plan(&self.lives);
+        let buffers = self.lives.iter().zip(offsets);
+        Program {
+            precision: self.precision,
+            weights: self.weights,
+            vectors: self.vectors,
+            ropes: spec.ropes.clone(),
+            buffers: buffers.map(|(l, offset)| Buffer { width: l.width, offset }).collect(),
+            scratch_width,
+            packs: self.packs,
+            kv_layers: self.kv_layers,
+            kv_windows: self.kv_windows,
+            moes: self.moes,
+            segments: self.segments,
+            hidden,
+            head,
+        }
+    }
+}
+
+impl Op {
+    /// Buffers that the operation reads or writes.
+    fn buffers(&self) -> Vec<BufferId> {
+        match self {
+            Op::RopeAngles { dst, .. } => vec![*dst],
+            Op::RmsNorm { src, dst, .. } | Op::Add { src, dst } => vec![*src, *dst],
+            Op::HeadNorm { buf, .. } => vec![*buf],
+            Op::Pack { src, .. } => vec![*src],
+            Op::Linears(list) => list
+                .iter()
+                .flat_map(|l| match l.src {
+                    Operand::F32(b) => vec![b, l.dst],
+                    Operand::Packed(_) => vec![l.dst],
+                })
+                .collect(),
+            Op::Rope { buf, angles, .. } => vec![*buf, *angles],
+            Op::StoreKv { k, v, .. } => vec![*k, *v],
+            Op::Attention(a) => vec![a.q, a.dst],
+            Op::Glu { gate, up, dst, .. } => vec![*gate, *up, *dst],
+            Op::Route { logits, .. } => vec![*logits],
+            Op::Combine { dst, .. } => vec![*dst],
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The operations of a program. Shapes: `rows` are the rows of the batch, all buffers are f32
+//! `[rows, width]` unless said otherwise.
+
+use forebay_models::{Activation, Score, VectorRef, WeightRef};
+use forebay_quant::ActOrder;
+
+/// Compute precision of the matrix products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// Activations stay f32: the yardstick.
+    F32,
+    /// Activations of quantised weights are rounded to 8 bits per block of 32.
+    Q8,
+}
+
+macro_rules! index {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub usize);
+    };
+}
+index!(
+    /// Index into [`Program::weights`].
+    WeightId
+);
+index!(
+    /// Index into [`Program::vectors`].
+    VectorId
+);
+index!(
+    /// Index into [`Program::buffers`].
+    BufferId
+);
+index!(
+    /// Index into [`Program::packs`].
+    PackId
+);
+index!(
+    /// Index into [`Program::kv_layers`].
+    KvId
+);
+index!(
+    /// Index into [`Program::moes`].
+    MoeId
+);
+
+/// A norm with its weight resident.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NormParams {
+    /// Weight, 1 already added where the family stores `w - 1`; none means 1.
+    pub weight: Option<VectorId>,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+/// Input of a matrix product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Operand {
+    /// f32 rows.
+    F32(BufferId),
+    /// Rows packed to 8 bits by an [`Op::Pack`] before.
+    Packed(PackId),
+}
+
+/// `dst[rows, out] = src[rows, in] * W^T (+ bias)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinearOp {
+    /// `[out, in]`
+    pub weight: WeightId,
+    /// `[out]`
+    pub bias: Option<VectorId>,
+    /// Input.
+    pub src: Operand,
+    /// Output.
+    pub dst: BufferId,
+}
+
+/// Softmax attention of the batch's rows over their sequences' KV.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionOp {
+    /// Which KV.
+    pub kv: KvId,
+    /// `[rows, n_heads * hd]`
+    pub q: BufferId,
+    /// `[rows, n_heads * hd]`
+    pub dst: BufferId,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Factor on the scores.
+    pub scale: f32,
+    /// Sliding window in positions.
+    pub window: Option<usize>,
+    /// `[n_heads]`
+    pub sinks: Option<VectorId>,
+}
+
+/// One operation.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Op {
+    /// cos of all rows `[rows, pairs]`, then sin of all rows `[rows, pairs]`.
+    RopeAngles {
+        /// Index into [`Program::ropes`].
+        rope: usize,
+        /// Angles.
+        dst: BufferId,
+    },
+    /// `dst = rms_norm(src)`, widths equal.
+    RmsNorm {
+        /// Input.
+        src: BufferId,
+        /// Output, may be the input.
+        dst: BufferId,
+        /// Parameters.
+        norm: NormParams,
+    },
+    /// RMSNorm of every head of a row, in place.
+    HeadNorm {
+        /// `[rows, n_heads * hd]`
+        buf: BufferId,
+        /// `hd`
+        head_dim: usize,
+        /// Weight `[hd]`.
+        norm: NormParams,
+    },
+    /// Rounds rows to 8 bits for the products that follow.
+    Pack {
+        /// Input.
+        src: BufferId,
+        /// Output.
+        dst: PackId,
+    },
+    /// Matrix products that do not depend on each other.
+    Linears(Vec<LinearOp>),
+    /// Rotates heads in place, half-split kind.
+    Rope {
+        /// `[rows, n_heads * hd]`
+        buf: BufferId,
+        /// `hd`
+        head_dim: usize,
+        /// From [`Op::RopeAngles`].
+        angles: BufferId,
+        /// Index into [`Program::ropes`].
+        rope: usize,
+    },
+    /// Writes the rows' keys and values to their sequences' pages, rounded to the KV type.
+    StoreKv {
+        /// Which KV.
+        kv: KvId,
+        /// `[rows, n_kv_heads * hd]`
+        k: BufferId,
+        /// `[rows, n_kv_heads * hd]`
+        v: BufferId,
+    },
+    /// Attention.
+    Attention(AttentionOp),
+    /// `dst += src`
+    Add {
+        /// Summand.
+        src: BufferId,
+        /// Sum.
+        dst: BufferId,
+    },
+    /// `dst = act(gate) * up`; `dst` may be `gate`.
+    Glu {
+        /// Gate.
+        gate: BufferId,
+        /// Up.
+        up: BufferId,
+        /// Output.
+        dst: BufferId,
+        /// Which activation.
+        activation: Activation,
+    },
+    /// Chooses experts from router logits; the engine reads the choice back.
+    Route {
+        /// `[rows, E]`
+        logits: BufferId,
+        /// For which experts.
+        moe: MoeId,
+    },
+    /// `dst = sum over ranks of weight * expert output`, rank order.
+    Combine {
+        /// Of which experts.
+        moe: MoeId,
+        /// `[rows, d]`
+        dst: BufferId,
+    },
+}
+
+/// Routed experts of a layer, as the engine and a backend need them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Moe {
+    /// Layer number in the model, for messages.
+    pub layer: usize,
+    /// Experts.
+    pub n_experts: usize,
+    /// Experts per row.
+    pub top_k: usize,
+    /// Score function.
+    pub score: Score,
+    /// Input of the experts `[rows, d]`.
+    pub input: Operand,
+    /// Inner width.
+    pub intermediate: usize,
+    /// `d`
+    pub hidden_size: usize,
+    /// Activation.
+    pub activation: Activation,
+    /// Whether the inner activations are packed to 8 bits before the down projection, and how.
+    pub hidden_order: Option<ActOrder>,
+    /// Per expert: gate, up, down; or empty.
+    pub biases: Vec<[VectorId; 3]>,
+    /// Output of each chosen expert `[rows, top_k * d]`.
+    pub out: BufferId,
+}
+
+/// Operations up to a router read-back.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Segment {
+    /// Run first.
+    pub ops: Vec<Op>,
+    /// Then these experts are read back, and fetched.
+    pub moe: Option<MoeId>,
+    /// Run while their reads are in flight.
+    pub overlap: Vec<Op>,
+}
+
+/// A buffer: `width` floats per row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// Floats per row.
+    pub width: usize,
+    /// Floats per row before it in the scratch arena.
+    pub offset: usize,
+}
+
+/// A packed activation buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pack {
+    /// Elements per row.
+    pub cols: usize,
+    /// Order inside blocks.
+    pub order: ActOrder,
+    /// Input of routed experts: must outlive the operations that overlap with their reads, so it is
+    /// never shared with those.
+    pub for_experts: bool,
+}
+
+/// KV of one attention layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KvLayer {
+    /// KV heads.
+    pub n_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Layers of one class have the same window, and so share page tables: index into
+    /// [`Program::kv_windows`].
+    pub class: usize,
+}
+
+/// A vector that is resident as f32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Vector {
+    /// Where it lies.
+    pub source: VectorRef,
+    /// Add 1 to every element when loading.
+    pub plus_one: bool,
+}
+
+/// A lowered model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Program {
+    /// Precision it was lowered for.
+    pub precision: Precision,
+    /// Resident matrices (the trunk).
+    pub weights: Vec<WeightRef>,
+    /// Resident vectors.
+    pub vectors: Vec<Vector>,
+    /// Rotary tables.
+    pub ropes: Vec<forebay_models::Rope>,
+    /// Scratch buffers of the body.
+    pub buffers: Vec<Buffer>,
+    /// Floats per row of the body's scratch arena.
+    pub scratch_width: usize,
+    /// Packed buffers, one of each kind.
+    pub packs: Vec<Pack>,
+    /// KV layers.
+    pub kv_layers: Vec<KvLayer>,
+    /// Sliding window of each class of KV layers, in positions; none: full attention.
+    pub kv_windows: Vec<Option<usize>>,
+    /// Routed layers.
+    pub moes: Vec<Moe>,
+    /// The body.
+    pub segments: Vec<Segment>,
+    /// The residual stream `[rows, d]`: filled from the embedding before, read by the head after.
+    pub hidden: BufferId,
+    /// The head: applied to the rows that want logits.
+    pub head: Head,
+}
+
+/// `logits = W norm(hidden)`, optionally soft-capped.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Head {
+    /// Last norm.
+    pub norm: NormParams,
+    /// `[vocab, d]`
+    pub weight: WeightId,
+    /// Packed input, when the head is quantised and precision is q8.
+    pub pack: Option<ActOrder>,
+    /// The embedding, when it is resident because the head is tied to it.
+    pub tied: bool,
+}
