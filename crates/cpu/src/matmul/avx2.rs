@@ -50,6 +50,26 @@ impl FloatIsa for Avx2 {
         unsafe { [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))] }
     }
     #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> [__m256; 2] {
+        // SAFETY: as above.
+        unsafe {
+            let (a, b) = (_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(16).cast()));
+            [_mm256_cvtph_ps(a), _mm256_cvtph_ps(b)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> [__m256; 2] {
+        // SAFETY: as above.
+        unsafe {
+            let a = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            let b = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(16).cast()));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(a)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(b)),
+            ]
+        }
+    }
+    #[inline(always)]
     unsafe fn fma(a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
         // SAFETY: as above.
         unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
@@ -108,6 +128,10 @@ impl Isa for Avx2 {
                 _mm256_unpackhi_epi64(b, d),
             ]
         }
+        fn bf16(rows: [[u16; 8]; 2]) -> __m256 {
+            let x = _mm256_cvtepu16_epi32(_mm_loadu_si128(rows.as_ptr().cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))
+        }
         fn f16(rows: [[u16; 8]; 2]) -> __m256 {
             _mm256_cvtph_ps(_mm_loadu_si128(rows.as_ptr().cast()))
         }
@@ -121,8 +145,8 @@ impl Isa for Avx2 {
         fn i8(rows: [u64; 2]) -> __m256 {
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(rows[0] as i64)))
         }
-        fn e8m0_half(rows: [u64; 2]) -> __m256 {
-            let s = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(rows[0] as i64));
+        fn e8m0_half(rows: [[u8; 8]; 2]) -> __m256 {
+            let s = _mm256_cvtepu8_epi32(_mm_loadu_si64(rows.as_ptr().cast()));
             let normal = _mm256_slli_epi32::<23>(_mm256_sub_epi32(s, _mm256_set1_epi32(1)));
             let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x20_0000), s);
             let is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), s);

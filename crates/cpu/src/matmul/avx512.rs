@@ -45,6 +45,19 @@ impl FloatIsa for Avx512 {
         unsafe { _mm512_loadu_ps(p) }
     }
     #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> __m512 {
+        // SAFETY: as above.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> __m512 {
+        // SAFETY: as above.
+        unsafe {
+            let x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))
+        }
+    }
+    #[inline(always)]
     unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: as above.
         unsafe { _mm512_fmadd_ps(a, b, c) }
@@ -102,6 +115,10 @@ impl Isa for Avx512 {
                 _mm512_unpackhi_epi64(b, d),
             ]
         }
+        fn bf16(rows: [[u16; 8]; 2]) -> __m512 {
+            let x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(rows.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))
+        }
         fn f16(rows: [[u16; 8]; 2]) -> __m512 {
             _mm512_cvtph_ps(_mm256_loadu_si256(rows.as_ptr().cast()))
         }
@@ -117,8 +134,8 @@ impl Isa for Avx512 {
         fn i8(rows: [u64; 2]) -> __m512 {
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64)))
         }
-        fn e8m0_half(rows: [u64; 2]) -> __m512 {
-            let s = _mm512_cvtepu8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64));
+        fn e8m0_half(rows: [[u8; 8]; 2]) -> __m512 {
+            let s = _mm512_cvtepu8_epi32(_mm_loadu_si128(rows.as_ptr().cast()));
             let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(s, _mm512_set1_epi32(1)));
             let small = _mm512_cmplt_epi32_mask(s, _mm512_set1_epi32(2));
             let bits = _mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x20_0000), s);

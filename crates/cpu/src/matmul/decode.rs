@@ -7,7 +7,7 @@
 //! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
 use forebay_quant::group::{
-    E2M1_CODES, GROUP, Group, decode_group, pack_codes, param_at, q4_k_scales,
+    E2M1_CODES, GROUP, Group, decode_group, pack_codes, q4_k_scales,
 };
 use forebay_quant::{CodeFacts, Format, ParamType};
 
@@ -28,6 +28,8 @@ pub(super) struct Decoded<I: Isa> {
 pub(super) trait Decoder<I: Isa> {
     /// Static facts; `offset` is a hint that [`Decoder::offset`] may replace.
     const FACTS: CodeFacts;
+    /// Bytes of a group in the first plane, to be prefetched; 0 for no prefetching.
+    const BYTES: usize;
 
     /// What is subtracted from a code.
     #[inline(always)]
@@ -86,13 +88,13 @@ unsafe fn half<I: Isa>(rows: RowPtrs, at: usize) -> I::F {
     }
 }
 
-/// Eight bytes of a row at `at`, `at + stride`, ..., the first one lowest.
+/// Eight bytes of a row at `at`, `at + stride`, ...
 #[inline(always)]
-unsafe fn strided(p: *const u8, at: usize, stride: usize) -> u64 {
-    let mut out = 0;
-    for b in 0..8 {
+unsafe fn strided(p: *const u8, at: usize, stride: usize) -> [u8; 8] {
+    let mut out = [0; 8];
+    for (b, out) in out.iter_mut().enumerate() {
         // SAFETY: as `bytes`.
-        out |= (unsafe { bytes::<1>(p, at + b * stride) }[0] as u64) << (8 * b);
+        *out = unsafe { bytes::<1>(p, at + b * stride) }[0];
     }
     out
 }
@@ -165,6 +167,7 @@ pub(super) struct Q8_0;
 
 impl<I: Isa> Decoder<I> for Q8_0 {
     const FACTS: CodeFacts = facts(Format::Q8_0);
+    const BYTES: usize = Format::Q8_0.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 34 bytes, 272 in all.
@@ -184,6 +187,7 @@ pub(super) struct Q4_1;
 
 impl<I: Isa> Decoder<I> for Q4_1 {
     const FACTS: CodeFacts = facts(Format::Q4_1);
+    const BYTES: usize = Format::Q4_1.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 20 bytes, 160 in all.
@@ -197,8 +201,22 @@ impl<I: Isa> Decoder<I> for Q4_1 {
 
 pub(super) struct Q5_0;
 
+/// For byte `i` of a 128-bit lane of word vector `j`: byte `j / 2` of the block's 32 high bits ...
+const Q5_0_SELECT: [[u8; 16]; 4] = [
+    [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12],
+    [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9, 9, 13, 13, 13, 13],
+    [2, 2, 2, 2, 6, 6, 6, 6, 10, 10, 10, 10, 14, 14, 14, 14],
+    [3, 3, 3, 3, 7, 7, 7, 7, 11, 11, 11, 11, 15, 15, 15, 15],
+];
+/// ... and the bit in it, by `j % 2`.
+const Q5_0_BITS: [[u8; 16]; 2] = [
+    [1, 2, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8],
+    [16, 32, 64, 128, 16, 32, 64, 128, 16, 32, 64, 128, 16, 32, 64, 128],
+];
+
 impl<I: Isa> Decoder<I> for Q5_0 {
     const FACTS: CodeFacts = facts(Format::Q5_0);
+    const BYTES: usize = Format::Q5_0.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 22 bytes, 176 in all.
@@ -213,14 +231,9 @@ impl<I: Isa> Decoder<I> for Q5_0 {
             let high = I::words(words32);
             let mut codes = split_nibbles::<I>(words::<I>(p, 6, 22));
             for (j, code) in codes.iter_mut().enumerate() {
-                // Elements 4j..4j+4 have their high bits in one half of byte j / 2 of their block's word.
-                let (mut select, mut bit) = ([0; 16], [0; 16]);
-                for i in 0..16 {
-                    select[i] = (i / 4 * 4 + j / 2) as u8;
-                    bit[i] = 1 << (i % 4 + j % 2 * 4);
-                }
-                let spread = I::lookup(high, I::repeat(&select));
-                *code = I::or(*code, I::where_bits(spread, I::repeat(&bit), 16));
+                let spread = I::lookup(high, I::repeat(&Q5_0_SELECT[j / 2]));
+                let bits = I::where_bits(spread, I::repeat(&Q5_0_BITS[j % 2]), 16);
+                *code = I::or(*code, bits);
             }
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
@@ -231,6 +244,7 @@ pub(super) struct Q4K;
 
 impl<I: Isa> Decoder<I> for Q4K {
     const FACTS: CodeFacts = facts(Format::Q4K);
+    const BYTES: usize = Format::Q4K.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 144 bytes.
@@ -262,6 +276,7 @@ pub(super) struct Q6K;
 
 impl<I: Isa> Decoder<I> for Q6K {
     const FACTS: CodeFacts = facts(Format::Q6K);
+    const BYTES: usize = Format::Q6K.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 210 bytes.
@@ -315,11 +330,12 @@ pub(super) struct Mxfp4;
 
 impl<I: Isa> Decoder<I> for Mxfp4 {
     const FACTS: CodeFacts = facts(Format::Mxfp4);
+    const BYTES: usize = Format::Mxfp4.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 17 bytes, 136 in all.
         unsafe {
-            let second = if I::ROWS == 2 { strided(p[1], 0, 17) } else { 0 };
+            let second = if I::ROWS == 2 { strided(p[1], 0, 17) } else { [0; 8] };
             let ws = I::e8m0_half([strided(p[0], 0, 17), second]);
             let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 1, 17)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
@@ -331,12 +347,13 @@ pub(super) struct Mxfp4Split;
 
 impl<I: Isa> Decoder<I> for Mxfp4Split {
     const FACTS: CodeFacts = facts(Format::Mxfp4Split);
+    const BYTES: usize = Format::Mxfp4Split.group_bytes()[0];
     #[inline(always)]
     unsafe fn decode(&self, [p, s, _]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: 128 bytes of codes, 8 of scales.
         unsafe {
-            let second = if I::ROWS == 2 { u64::from_le_bytes(bytes(s[1], 0)) } else { 0 };
-            let ws = I::e8m0_half([u64::from_le_bytes(bytes(s[0], 0)), second]);
+            let second = if I::ROWS == 2 { bytes(s[1], 0) } else { [0; 8] };
+            let ws = I::e8m0_half([bytes(s[0], 0), second]);
             let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 0, 16)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
@@ -352,24 +369,61 @@ pub(super) struct Mlx<const BITS: u8> {
 impl<const BITS: u8> Mlx<BITS> {
     #[inline(always)]
     unsafe fn params<I: Isa>(&self, rows: RowPtrs) -> I::F {
-        // SAFETY: 256 / group numbers in each row of the plane.
+        let n = GROUP / self.group;
+        // SAFETY: n numbers in each row of the plane.
         unsafe {
-            let n = GROUP / self.group;
-            let mut values = [[0.0; 8]; 2];
-            for r in 0..I::ROWS {
-                let bytes = std::slice::from_raw_parts(rows[r], n * self.params.bytes());
-                for b in 0..8 {
-                    values[r][b] = param_at(self.params, bytes, b * n / 8);
-                }
+            if self.params == ParamType::F32 {
+                let second = if I::ROWS == 2 { spread_f32(rows[1], n) } else { [0.0; 8] };
+                return I::f32([spread_f32(rows[0], n), second]);
             }
-            I::f32(values)
+            let second = if I::ROWS == 2 { spread_u16(rows[1], n) } else { [0; 8] };
+            let values = [spread_u16(rows[0], n), second];
+            if self.params == ParamType::Bf16 { I::bf16(values) } else { I::f16(values) }
         }
     }
+}
+
+/// `n` numbers (8, 4 or 2) for eight blocks.
+#[inline(always)]
+unsafe fn spread_u16(p: *const u8, n: usize) -> [u16; 8] {
+    // SAFETY: the caller has n numbers there.
+    unsafe {
+        match n {
+            8 => le_u16(p.cast::<[[u8; 2]; 8]>().read_unaligned()),
+            4 => {
+                let x = u64::from_le_bytes(bytes(p, 0));
+                let [a, b, c, d] = [x as u16, (x >> 16) as u16, (x >> 32) as u16, (x >> 48) as u16];
+                [a, a, b, b, c, c, d, d]
+            }
+            _ => {
+                let x = u32::from_le_bytes(bytes(p, 0));
+                let [a, b] = [x as u16, (x >> 16) as u16];
+                [a, a, a, a, b, b, b, b]
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn le_u16(x: [[u8; 2]; 8]) -> [u16; 8] {
+    x.map(u16::from_le_bytes)
+}
+
+/// As [`spread_u16`].
+#[inline(always)]
+unsafe fn spread_f32(p: *const u8, n: usize) -> [f32; 8] {
+    let mut out = [0.0; 8];
+    for (b, out) in out.iter_mut().enumerate() {
+        // SAFETY: as `spread_u16`.
+        *out = f32::from_le_bytes(unsafe { bytes(p, b * n / 8 * 4) });
+    }
+    out
 }
 
 impl<I: Isa, const BITS: u8> Decoder<I> for Mlx<BITS> {
     const FACTS: CodeFacts =
         facts(Format::MlxAffine { bits: BITS, group: 64, params: ParamType::Bf16 });
+    const BYTES: usize = 32 * BITS as usize;
     #[inline(always)]
     unsafe fn decode(&self, [p, s, b]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: 32 * BITS bytes of codes, whole groups of parameters.
@@ -393,6 +447,7 @@ pub(super) struct Portable<const HALVES: bool, const BIAS: bool> {
 
 impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVES, BIAS> {
     const FACTS: CodeFacts = CodeFacts { offset: 0, max_code: 255, halves: HALVES, bias: BIAS };
+    const BYTES: usize = 0;
 
     #[inline(always)]
     fn offset(&self) -> i32 {

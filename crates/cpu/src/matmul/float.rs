@@ -15,6 +15,10 @@ use super::job::Tile;
 pub(super) trait FloatIsa: Copy {
     type X: Copy;
     unsafe fn load(p: *const f32) -> Self::X;
+    /// 16 half floats.
+    unsafe fn load_f16(p: *const u8) -> Self::X;
+    /// 16 bfloat16.
+    unsafe fn load_bf16(p: *const u8) -> Self::X;
     unsafe fn fma(a: Self::X, b: Self::X, c: Self::X) -> Self::X;
     unsafe fn store(x: Self::X, p: *mut f32);
 }
@@ -68,7 +72,7 @@ pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
                     // SAFETY: `weights` has room for COLUMNS floats per feature.
                     *w = unsafe {
                         let out = (&raw mut (*weights)[i]).cast::<f32>();
-                        load_weights(weight, feature, c0, c1, out)
+                        load_weights::<I>(weight, feature, c0, c1, out)
                     };
                 }
                 let mut r = 0;
@@ -105,7 +109,7 @@ pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
 /// # Safety
 /// `out` has room for them.
 #[inline(always)]
-unsafe fn load_weights(
+unsafe fn load_weights<I: FloatIsa>(
     weight: &MatrixView<'_>,
     feature: usize,
     c0: usize,
@@ -130,13 +134,22 @@ unsafe fn load_weights(
     if format == Format::F32 && cfg!(target_endian = "little") {
         return bytes.as_ptr().cast();
     }
-    // SAFETY: as above; zeroed before it becomes a reference.
-    let out = unsafe {
-        out.write_bytes(0, c1 - c0);
-        std::slice::from_raw_parts_mut(out, c1 - c0)
-    };
-    decode_floats(format, bytes, out);
-    out.as_ptr()
+    let (n, whole) = (c1 - c0, (c1 - c0) / 16 * 16);
+    // SAFETY: `out` has room for n; 16 weights take 32 of the `bytes`. The rest is zeroed before it becomes a
+    // reference.
+    unsafe {
+        for i in (0..whole).step_by(16) {
+            let p = bytes.as_ptr().add(2 * i);
+            let x = if format == Format::F16 { I::load_f16(p) } else { I::load_bf16(p) };
+            I::store(x, out.add(i));
+        }
+        if whole < n {
+            out.add(whole).write_bytes(0, n - whole);
+            let rest = std::slice::from_raw_parts_mut(out.add(whole), n - whole);
+            decode_floats(format, &bytes[2 * whole..], rest);
+        }
+    }
+    out
 }
 
 /// Adds `n` columns of 4 features times `RA` rows to their lanes.

@@ -44,6 +44,8 @@ pub(super) trait Isa: Copy {
     /// Transposes the 4 x 4 words of each 128-bit lane: from 16 bytes of each of four blocks to words `j` of them.
     unsafe fn transpose(v: [Self::V; 4]) -> [Self::V; 4];
 
+    /// bfloat16 to floats.
+    unsafe fn bf16(rows: [[u16; 8]; 2]) -> Self::F;
     /// Half floats to floats.
     unsafe fn f16(rows: [[u16; 8]; 2]) -> Self::F;
     unsafe fn f32(rows: [[f32; 8]; 2]) -> Self::F;
@@ -53,7 +55,7 @@ pub(super) trait Isa: Copy {
     unsafe fn u8(rows: [u64; 2]) -> Self::F;
     unsafe fn i8(rows: [u64; 2]) -> Self::F;
     /// `2^(s - 128)`, NaN for 255 (`forebay_quant::group::e8m0_half`).
-    unsafe fn e8m0_half(rows: [u64; 2]) -> Self::F;
+    unsafe fn e8m0_half(rows: [[u8; 8]; 2]) -> Self::F;
     unsafe fn negate(a: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;

@@ -190,9 +190,13 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
         for f0 in tile.features.clone().step_by(NV * I::ROWS) {
             let ptrs: [Features; NV] =
                 std::array::from_fn(|v| Features::new::<I>(tile, f0 + v * I::ROWS));
+            // The same place some rows on is what will be read next and the hardware cannot guess.
+            let ahead: [Features; NV] =
+                std::array::from_fn(|v| Features::new::<I>(tile, f0 + (NV + v) * I::ROWS));
             let mut acc = [I::zero(); NV];
             for g in 0..whole {
                 for v in 0..NV {
+                    prefetch::<I, D>(ahead[v].group(g, bytes));
                     let w = decoder.decode(ptrs[v].group(g, bytes));
                     acc[v] = add_group(decoder, &w, a.as_ptr().add(g), acc[v]);
                 }
@@ -205,6 +209,25 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
             }
             for v in 0..NV {
                 write::<I>(tile, out_row, f0 + v * I::ROWS, acc[v]);
+            }
+        }
+    }
+}
+
+/// Asks for a group of each row.
+#[inline(always)]
+unsafe fn prefetch<I: Isa, D: Decoder<I>>(planes: [RowPtrs; 3]) {
+    if D::BYTES == 0 {
+        return;
+    }
+    for r in 0..I::ROWS {
+        // SAFETY: prefetching reads nothing.
+        unsafe {
+            for line in 0..D::BYTES.div_ceil(64) {
+                I::prefetch(planes[0][r].wrapping_add(64 * line));
+            }
+            for plane in &planes[1..] {
+                I::prefetch(plane[r]);
             }
         }
     }

@@ -1,6 +1,8 @@
 //! The portable path: the oracle's steps on packed activations, written so that a compiler may vectorise them.
 
-use forebay_quant::group::{BLOCK, GROUP, Group, LANES, decode_group, pack_codes};
+use forebay_quant::group::{
+    BLOCK, GROUP, Group, LANES, bf16_to_f32, decode_group, f16_to_f32, pack_codes,
+};
 use forebay_quant::oracle::join;
 use forebay_quant::{CodeFacts, Q8Group, Q8Rows};
 
@@ -88,6 +90,20 @@ impl FloatIsa for Portable {
     unsafe fn load(p: *const f32) -> [f32; 16] {
         // SAFETY: the caller says that 16 floats lie there.
         unsafe { p.cast::<[f32; 16]>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> [f32; 16] {
+        // SAFETY: the caller says that 32 bytes lie there.
+        let halves = unsafe { p.cast::<[u16; 16]>().read_unaligned() };
+        halves.map(|h| f16_to_f32(u16::from_le(h)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> [f32; 16] {
+        // SAFETY: the caller says that 32 bytes lie there.
+        let halves = unsafe { p.cast::<[u16; 16]>().read_unaligned() };
+        halves.map(|h| bf16_to_f32(u16::from_le(h)))
     }
 
     #[inline(always)]

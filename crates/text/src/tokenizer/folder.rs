@@ -1,12 +1,15 @@
 //! A tokenizer from a published folder: `tokenizer.json`, with `tokenizer_config.json` beside it.
 
-use std::fs::File;
-use std::io::BufReader;
+use std::collections::BTreeSet;
+use std::fmt;
 use std::path::Path;
 
-use serde::Deserialize;
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+use serde_json::value::RawValue;
 use tokenizers::models::ModelWrapper;
+use tokenizers::models::bpe::{BPE, Merges, Vocab};
 use tokenizers::{
     AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
 };
@@ -18,8 +21,9 @@ use crate::error::{Result, TextError};
 
 /// What is read of `tokenizer.json`. Truncation and padding have no business here.
 #[derive(Deserialize)]
-struct TokenizerJson {
-    model: ModelWrapper,
+struct TokenizerJson<'a> {
+    #[serde(borrow)]
+    model: &'a RawValue,
     #[serde(default)]
     normalizer: Option<NormalizerWrapper>,
     #[serde(default)]
@@ -32,6 +36,101 @@ struct TokenizerJson {
     added_tokens: Vec<AddedToken>,
 }
 
+/// Tells which model it is.
+#[derive(Deserialize)]
+struct ModelKind {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    merges: Option<serde::de::IgnoredAny>,
+}
+
+/// A BPE model, read straight into place: the library's own reader builds a tree of the whole file first, which
+/// takes ten times the file in memory.
+#[derive(Deserialize)]
+struct BpeJson {
+    vocab: Vocab,
+    merges: Vec<Merge>,
+    #[serde(default)]
+    unk_token: Option<String>,
+    #[serde(default)]
+    continuing_subword_prefix: Option<String>,
+    #[serde(default)]
+    end_of_word_suffix: Option<String>,
+    #[serde(default)]
+    fuse_unk: bool,
+    #[serde(default)]
+    byte_fallback: bool,
+    #[serde(default)]
+    ignore_merges: bool,
+}
+
+/// Two tokens, written as `"a b"` or `["a", "b"]`.
+struct Merge(String, String);
+
+impl<'de> Deserialize<'de> for Merge {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Pair;
+
+        impl<'de> Visitor<'de> for Pair {
+            type Value = Merge;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a merge of two tokens")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<Merge, E> {
+                match text.split_once(' ') {
+                    Some((left, right)) if !right.contains(' ') => Ok(Merge(left.to_owned(), right.to_owned())),
+                    _ => Err(E::custom(format!("`{text}` is not two tokens"))),
+                }
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut pair: A) -> std::result::Result<Merge, A::Error> {
+                let mut next =
+                    |index| pair.next_element()?.ok_or_else(|| serde::de::Error::invalid_length(index, &self));
+                let merge = Merge(next(0)?, next(1)?);
+                match pair.next_element::<String>()? {
+                    None => Ok(merge),
+                    Some(_) => Err(serde::de::Error::invalid_length(3, &self)),
+                }
+            }
+        }
+
+        deserializer.deserialize_any(Pair)
+    }
+}
+
+/// The model of a `tokenizer.json`.
+fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
+    let bad = |error: serde_json::Error| TextError::bad_json(path, format!("model: {error}"));
+    let kind: ModelKind = serde_json::from_str(json.get()).map_err(bad)?;
+    let is_bpe = match &kind.kind {
+        Some(kind) => kind == "BPE",
+        None => kind.merges.is_some(),
+    };
+    if !is_bpe {
+        return serde_json::from_str(json.get()).map_err(bad);
+    }
+    let json: BpeJson = serde_json::from_str(json.get()).map_err(bad)?;
+    let merges: Merges = json.merges.into_iter().map(|Merge(left, right)| (left, right)).collect();
+    let mut bpe = BPE::builder()
+        .vocab_and_merges(json.vocab, merges)
+        .fuse_unk(json.fuse_unk)
+        .byte_fallback(json.byte_fallback)
+        .ignore_merges(json.ignore_merges);
+    if let Some(unknown) = json.unk_token {
+        bpe = bpe.unk_token(unknown);
+    }
+    if let Some(prefix) = json.continuing_subword_prefix {
+        bpe = bpe.continuing_subword_prefix(prefix);
+    }
+    if let Some(suffix) = json.end_of_word_suffix {
+        bpe = bpe.end_of_word_suffix(suffix);
+    }
+    let bpe = bpe.build().map_err(|error| TextError::bad_json(path, format!("model: {error}")))?;
+    Ok(ModelWrapper::BPE(bpe))
+}
+
 impl Tokenizer {
     /// From a folder. End tokens are those of `tokenizer_config.json`, `generation_config.json` and
     /// `config.json` together.
@@ -40,7 +139,9 @@ impl Tokenizer {
         if !path.exists() {
             return Err(TextError::MissingKey { key: "tokenizer.json".to_owned() });
         }
-        let json: TokenizerJson = read_json(&path)?;
+        let bytes = read(&path)?;
+        let json: TokenizerJson = serde_json::from_slice(&bytes).map_err(|error| TextError::bad_json(&path, error))?;
+        let model = model(json.model, &path)?;
         let config = read_optional(&dir.join("tokenizer_config.json"))?;
         let names = read_optional(&dir.join("special_tokens_map.json"))?;
         let name = |key: &str| special_name(&config, key).or_else(|| special_name(&names, key));
@@ -51,18 +152,18 @@ impl Tokenizer {
         let named = ["bos_token", "eos_token", "unk_token", "pad_token"].map(name);
         for text in named.into_iter().flatten() {
             let known = added.iter().any(|token| token.content == text);
-            if !known && json.model.token_to_id(&text).is_some() {
+            if !known && model.token_to_id(&text).is_some() {
                 added.push(AddedToken::from(text, true));
             }
         }
 
-        let mut eos_ids = std::collections::BTreeSet::new();
+        let mut eos_ids = BTreeSet::new();
         for file in ["generation_config.json", "config.json"] {
             let value = read_optional(&dir.join(file))?;
             collect_ids(&value["eos_token_id"], &mut eos_ids);
             collect_ids(&value["text_config"]["eos_token_id"], &mut eos_ids);
         }
-        let unknown = name("unk_token").or_else(|| match &json.model {
+        let unknown = name("unk_token").or_else(|| match &model {
             ModelWrapper::BPE(bpe) => bpe.unk_token.clone(),
             _ => None,
         });
@@ -74,7 +175,7 @@ impl Tokenizer {
         };
         let parts = Parts {
             style: PieceStyle::of(json.decoder.as_ref())?,
-            model: AnyModel::Library(Box::new(json.model)),
+            model: AnyModel::Library(Box::new(model)),
             normalizer: json.normalizer,
             pre_tokenizer: json.pre_tokenizer,
             added,
@@ -129,18 +230,22 @@ fn begins_with(processor: Option<&PostProcessorWrapper>, bos: &str) -> bool {
 }
 
 /// An id or a list of ids.
-fn collect_ids(value: &Value, into: &mut std::collections::BTreeSet<u32>) {
+fn collect_ids(value: &Value, into: &mut BTreeSet<u32>) {
     let ids = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
     into.extend(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()));
 }
 
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
-    let file = File::open(path).map_err(|error| TextError::Io { path: path.to_owned(), error })?;
-    serde_json::from_reader(BufReader::with_capacity(1 << 16, file))
-        .map_err(|error| TextError::bad_json(path, error))
+fn read(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|error| TextError::Io {
+        path: path.to_owned(),
+        error,
+    })
 }
 
 /// A JSON file that may be absent.
 pub(crate) fn read_optional(path: &Path) -> Result<Value> {
-    if path.exists() { read_json(path) } else { Ok(Value::Null) }
+    if !path.exists() {
+        return Ok(Value::Null);
+    }
+    serde_json::from_slice(&read(path)?).map_err(|error| TextError::bad_json(path, error))
 }

@@ -156,28 +156,24 @@ impl<'a> GgufVocabulary<'a> {
         Ok(file)
     }
 
-    /// Finds the ends of turns by their text and makes sure that they count as control tokens.
+    /// Finds the ends of turns by their text and makes sure that they count as control tokens. A token that the
+    /// file calls ordinary is one only if it looks the part: some vocabularies have learnt `</s>` as a word.
     fn find_turn_ends(&mut self) {
+        let ordinary = |id: usize| !matches!(self.types[id], TokenType::Control | TokenType::UserDefined);
         let found: Vec<(u32, &str)> = self
             .tokens
             .iter()
             .enumerate()
+            .filter(|(id, text)| !ordinary(*id) || looks_like_marker(text))
             .filter_map(|(id, text)| Some((id as u32, *TURN_ENDS.iter().find(|end| *end == text)?)))
             .collect();
         let has = |text: &str| found.iter().any(|(_, end)| *end == text);
-        // In harmony `<|end|>` ends a message, not the turn; Gemma's vocabulary has an unused `</s>`.
-        let not_an_end = |text: &str| match text {
-            "<|end|>" => has("<|return|>") && has("<|call|>"),
-            "</s>" => has("<|tool_response>") || has("<end_of_turn>"),
-            _ => false,
-        };
-        for &(id, text) in &found {
-            if text != "</s>" || !not_an_end(text) {
-                self.types[id as usize] = TokenType::Control;
-            }
+        // In harmony `<|end|>` ends a message, not the turn.
+        let harmony = has("<|return|>") && has("<|call|>");
+        self.turn_ends = found.iter().filter(|(_, text)| !(harmony && *text == "<|end|>")).map(|(id, _)| *id).collect();
+        for (id, _) in found {
+            self.types[id as usize] = TokenType::Control;
         }
-        self.turn_ends =
-            found.iter().filter(|(_, text)| !not_an_end(text)).map(|(id, _)| *id).collect();
     }
 
     fn added(&self) -> Vec<AddedToken> {

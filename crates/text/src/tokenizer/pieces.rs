@@ -81,6 +81,11 @@ impl PieceStyle {
         }
     }
 
+    /// Whether U+2581 stands for a space.
+    pub(crate) fn has_marks(self) -> bool {
+        matches!(self, Self::Marks { .. })
+    }
+
     /// Whether the first space of a decoded text is dropped.
     pub(crate) fn strips_first_space(self) -> bool {
         matches!(self, Self::Marks { strip_first: true, .. })
