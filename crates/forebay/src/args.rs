@@ -295,18 +295,18 @@ impl Options {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Sampling options")]
 pub struct SamplingArgs {
-    /// 0 always takes the most likely token.
-    #[arg(long, env = "FOREBAY_TEMP", default_value_t = 0.0)]
-    pub temp: f32,
-    /// Keep the k most likely tokens; 0 keeps all.
-    #[arg(long, env = "FOREBAY_TOP_K", default_value_t = 0)]
-    pub top_k: usize,
-    /// Keep the smallest set of tokens whose probability reaches this.
-    #[arg(long, env = "FOREBAY_TOP_P", default_value_t = 1.0)]
-    pub top_p: f32,
-    /// Keep tokens with at least this part of the largest probability.
-    #[arg(long, env = "FOREBAY_MIN_P", default_value_t = 0.0)]
-    pub min_p: f32,
+    /// 0 always takes the most likely token; the model's generation_config.json or 0.8 unless told.
+    #[arg(long, env = "FOREBAY_TEMP")]
+    pub temp: Option<f32>,
+    /// Keep the k most likely tokens, 0 keeps all; the model's or 40 unless told.
+    #[arg(long, env = "FOREBAY_TOP_K")]
+    pub top_k: Option<usize>,
+    /// Keep the smallest set of tokens whose probability reaches this; the model's or 0.95 unless told.
+    #[arg(long, env = "FOREBAY_TOP_P")]
+    pub top_p: Option<f32>,
+    /// Keep tokens with at least this part of the largest probability; the model's or 0.05 unless told.
+    #[arg(long, env = "FOREBAY_MIN_P")]
+    pub min_p: Option<f32>,
     /// Divides the logits of recent tokens; 1 is off.
     #[arg(long, env = "FOREBAY_REPEAT_PENALTY", default_value_t = 1.0)]
     pub repeat_penalty: f32,
@@ -325,28 +325,38 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// The sampler's parameters, checked.
-    pub fn params(&self) -> anyhow::Result<SamplerParams> {
-        let check = |ok: bool, name: &str, what: &str| match ok {
-            true => Ok(()),
-            false => Err(crate::failure::usage(format!("--{name} must be {what}"))),
+    /// The sampler's parameters: as told, else what the model recommends, else common defaults.
+    pub fn params(&self, recommended: Option<&serde_json::Value>) -> anyhow::Result<SamplerParams> {
+        // Temperatures of a model that is not meant to be sampled say nothing.
+        let recommended = recommended.filter(|r| r["do_sample"].as_bool() == Some(true));
+        let model = |key: &str| recommended.and_then(|r| r[key].as_f64());
+        let float = |told: Option<f32>, key: &str, default: f32| {
+            told.unwrap_or_else(|| model(key).map_or(default, |v| v as f32))
         };
-        check(self.temp.is_finite() && self.temp >= 0.0, "temp", "0 or more")?;
-        check(self.top_p > 0.0 && self.top_p <= 1.0, "top-p", "above 0 and at most 1")?;
-        check((0.0..=1.0).contains(&self.min_p), "min-p", "between 0 and 1")?;
-        let positive = self.repeat_penalty.is_finite() && self.repeat_penalty > 0.0;
-        check(positive, "repeat-penalty", "above 0")?;
-        Ok(SamplerParams {
-            temperature: self.temp,
-            top_k: self.top_k,
-            top_p: self.top_p,
-            min_p: self.min_p,
+        let params = SamplerParams {
+            temperature: float(self.temp, "temperature", 0.8),
+            top_k: self.top_k.unwrap_or_else(|| model("top_k").map_or(40, |v| v as usize)),
+            top_p: float(self.top_p, "top_p", 0.95),
+            min_p: float(self.min_p, "min_p", 0.05),
             repeat_penalty: self.repeat_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             repeat_last: self.repeat_last_n,
             seed: self.seed,
-        })
+        };
+        let check = |ok: bool, name: &str, what: &str| match ok {
+            true => Ok(()),
+            false => Err(crate::failure::usage(format!("--{name} must be {what}"))),
+        };
+        let p = &params;
+        check(p.temperature.is_finite() && p.temperature >= 0.0, "temp", "0 or more")?;
+        check(p.top_p > 0.0 && p.top_p <= 1.0, "top-p", "above 0 and at most 1")?;
+        check((0.0..=1.0).contains(&p.min_p), "min-p", "between 0 and 1")?;
+        let positive = p.repeat_penalty.is_finite() && p.repeat_penalty > 0.0;
+        check(positive, "repeat-penalty", "above 0")?;
+        check(p.presence_penalty.is_finite(), "presence-penalty", "a number")?;
+        check(p.frequency_penalty.is_finite(), "frequency-penalty", "a number")?;
+        Ok(params)
     }
 }
 

@@ -17,6 +17,8 @@ pub struct Loaded {
     pub engine: Engine,
     pub tokenizer: Tokenizer,
     pub template: Option<ChatTemplate>,
+    /// `generation_config.json`, where the checkpoint has one.
+    pub recommended: Option<serde_json::Value>,
     /// Seconds from the start to ready.
     pub load_s: f64,
     /// Samples own memory from the start on.
@@ -77,6 +79,7 @@ pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow
     let start = std::time::Instant::now();
     let peak = PeakSampler::start();
     let (opened, tokenizer, template) = open(args, adjust)?;
+    let recommended = opened.catalog.generation_config().cloned();
     let bar = Bar::bytes("loading");
     let engine = Engine::load(opened, &mut |done, total| bar.set(done, total))?;
     drop(bar);
@@ -84,7 +87,7 @@ pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow
     for note in engine.notes().iter().chain(&engine.spec.notes) {
         eprintln!("note: {note}");
     }
-    Ok(Loaded { engine, tokenizer, template, load_s, peak })
+    Ok(Loaded { engine, tokenizer, template, recommended, load_s, peak })
 }
 
 /// Token ids from a file: a JSON array (or an object with one), or numbers apart by blanks or commas.

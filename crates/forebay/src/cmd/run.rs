@@ -16,7 +16,7 @@ use crate::model::{self, Loaded};
 use crate::term::{Bar, interruption};
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let sampling = args.sampling.params()?;
+    args.sampling.params(None)?;
     let text = prompt_text(&args)?;
     let wants_report = args.stats || args.json;
     let bandwidth = wants_report.then(|| bench::memory_bandwidth(&args.model.options));
@@ -26,6 +26,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         (None, Some(text)) => encode(&loaded, &args, &text)?,
         (None, None) => unreachable!("prompt_text asks for one of both"),
     };
+    let sampling = args.sampling.params(loaded.recommended.as_ref())?;
     let cancel = interruption();
     let mut eos_ids = loaded.engine.spec.eos_ids.clone();
     eos_ids.extend(loaded.tokenizer.eos_ids());
