@@ -307,9 +307,9 @@ pub struct SamplingArgs {
     /// Keep tokens with at least this part of the largest probability; the model's or 0.05 unless told.
     #[arg(long, env = "FOREBAY_MIN_P")]
     pub min_p: Option<f32>,
-    /// Divides the logits of recent tokens; 1 is off.
-    #[arg(long, env = "FOREBAY_REPEAT_PENALTY", default_value_t = 1.0)]
-    pub repeat_penalty: f32,
+    /// Divides the logits of recent tokens, 1 is off; 1.1 unless told, and off with --temp 0.
+    #[arg(long, env = "FOREBAY_REPEAT_PENALTY")]
+    pub repeat_penalty: Option<f32>,
     /// Subtracted from the logits of recent tokens.
     #[arg(long, env = "FOREBAY_PRESENCE_PENALTY", default_value_t = 0.0)]
     pub presence_penalty: f32,
@@ -333,12 +333,15 @@ impl SamplingArgs {
         let float = |told: Option<f32>, key: &str, default: f32| {
             told.unwrap_or_else(|| model(key).map_or(default, |v| v as f32))
         };
+        let temperature = float(self.temp, "temperature", 0.8);
+        // Greedy means the model's own most likely token.
+        let repeat_penalty = if temperature == 0.0 { 1.0 } else { 1.1 };
         let params = SamplerParams {
-            temperature: float(self.temp, "temperature", 0.8),
+            temperature,
             top_k: self.top_k.unwrap_or_else(|| model("top_k").map_or(40, |v| v as usize)),
             top_p: float(self.top_p, "top_p", 0.95),
             min_p: float(self.min_p, "min_p", 0.05),
-            repeat_penalty: self.repeat_penalty,
+            repeat_penalty: float(self.repeat_penalty, "repetition_penalty", repeat_penalty),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             repeat_last: self.repeat_last_n,
