@@ -11,6 +11,7 @@
 pub mod attention;
 pub mod backend;
 pub mod bandwidth;
+pub mod delta;
 mod dispatch;
 mod half_float;
 pub mod matmul;
