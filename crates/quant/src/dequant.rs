@@ -26,16 +26,22 @@ pub fn dequantize_group(weight: &MatrixView<'_>, row: usize, g: usize, out: &mut
     let facts = format.codes().expect("a quantised format");
     let mut group = Group::EMPTY;
     decode_group(format, weight.group(row, g), out.len() / BLOCK, &mut group);
+    decoded_to_f32(facts.bias, facts.offset, &group, out);
+}
+
+/// The weights of a decoded group; `out` holds the up to 256 there are.
+#[inline(always)]
+pub fn decoded_to_f32(bias: bool, offset: i32, group: &Group, out: &mut [f32]) {
     for (i, out) in out.chunks_exact_mut(16).enumerate() {
         let (ws, wb) = (group.ws[i % 2][i / 2], group.wb[i % 2][i / 2]);
         let codes: &[u8; 16] = group.codes[16 * i..][..16].try_into().expect("16 codes");
-        if facts.bias {
+        if bias {
             for (out, &code) in out.iter_mut().zip(codes) {
-                *out = ws * (code as i32 - facts.offset) as f32 + wb;
+                *out = ws * (code as i32 - offset) as f32 + wb;
             }
         } else {
             for (out, &code) in out.iter_mut().zip(codes) {
-                *out = ws * (code as i32 - facts.offset) as f32;
+                *out = ws * (code as i32 - offset) as f32;
             }
         }
     }

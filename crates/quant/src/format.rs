@@ -128,6 +128,7 @@ impl Format {
     }
 
     /// As [`Format::planes`] without the allocation: the layouts and how many of them count.
+    #[inline]
     pub const fn layouts(self) -> ([PlaneLayout; 3], usize) {
         const fn p(elements: usize, bytes: usize) -> PlaneLayout {
             PlaneLayout { elements, bytes }
@@ -167,6 +168,7 @@ impl Format {
     }
 
     /// Bytes that a group of 256 weights takes in each plane.
+    #[inline]
     pub const fn group_bytes(self) -> [usize; 3] {
         let (l, n) = self.layouts();
         let mut bytes = [0; 3];
@@ -191,7 +193,7 @@ impl Format {
     }
 
     /// Order in which activations are packed for this format's integer kernels.
-    pub fn act_order(self) -> ActOrder {
+    pub const fn act_order(self) -> ActOrder {
         match self {
             Format::Mxfp4Split | Format::MlxAffine { bits: 4, .. } => ActOrder::NibblePairs,
             _ => ActOrder::Sequential,

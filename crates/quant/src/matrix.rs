@@ -143,6 +143,11 @@ impl<'a> MatrixView<'a> {
     pub fn n_planes(&self) -> usize {
         self.n_planes
     }
+    /// A plane with its stride.
+    #[inline(always)]
+    pub fn plane(&self, plane: usize) -> PlaneView<'a> {
+        self.planes[plane]
+    }
     /// Bytes of one row in plane `plane`.
     pub fn row_bytes(&self, plane: usize) -> usize {
         self.row_bytes[plane]

@@ -236,6 +236,26 @@ fn odd_files_are_refused_by_class() {
 }
 
 #[test]
+fn memory_is_known_beforehand() {
+    let by_folder = Tokenizer::folder_memory_bytes(&common::models().join("tiny-gpt-oss")).unwrap();
+    assert!((7 << 20..9 << 20).contains(&by_folder.resident_bytes), "{by_folder:?}");
+    assert!(by_folder.peak_bytes > by_folder.resident_bytes);
+    let metadata = common::gguf(&common::models().join("tiny-qwen3-moe/qwen3_moe-Q4_K_M.gguf"));
+    let catalog = forebay_files::Catalog {
+        files: Vec::new(),
+        tensors: BTreeMap::new(),
+        source: forebay_files::Source::Gguf { metadata },
+        header_hash: [0; 32],
+    };
+    let by_gguf = Tokenizer::memory_bytes(&catalog).unwrap();
+    assert_eq!(by_gguf.resident_bytes, by_folder.resident_bytes);
+    assert_eq!(
+        Tokenizer::from_catalog(&catalog, TokenizerOptions::default()).unwrap().vocab_size(),
+        4096
+    );
+}
+
+#[test]
 fn end_ids_are_the_union() {
     let dir = tempfile::tempdir().unwrap();
     let copy = |name: &str| {

@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use forebay_quant::{Format, Q8Group, Q8Rows};
 
-use super::avx512::join8;
+use super::avx512::{gather8, join8};
 use super::decode::Decoder;
 use super::float::{self, FloatIsa};
 use super::isa::{Isa, RowPtrs};
@@ -24,7 +24,7 @@ pub(super) fn q8_tile(tile: &Tile<'_>, q: &Q8Rows) {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn run<D: Decoder<Avx2>>(decoder: &D, tile: &Tile<'_>, q: &Q8Rows) {
     // SAFETY: the instructions are enabled here; the rest was checked by `run_jobs`.
-    unsafe { kernel::tile::<Avx2, D, 1>(decoder, tile, q) }
+    unsafe { kernel::tile::<Avx2, D, 1, 1>(decoder, tile, q) }
 }
 
 /// A tile in precision `f32`.
@@ -36,7 +36,19 @@ pub(super) fn f32_tile(tile: &Tile<'_>, data: &[f32], stride: usize) {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn run_f32(tile: &Tile<'_>, data: &[f32], stride: usize) {
     // SAFETY: as `run`.
-    unsafe { float::tile::<Avx2, 1>(tile, data, stride) }
+    unsafe { float::tile::<Avx2, 1>(tile, data, stride, dequantize) }
+}
+
+/// See [`float::Dequantize`].
+unsafe fn dequantize(rows: float::Dequantize<'_>, out: *mut f32) {
+    // SAFETY: only called by `run_f32`, where the instructions are there.
+    unsafe { with_decoder!(rows.weight.format(), run_dequantize::<_>(rows, out)) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn run_dequantize<D: Decoder<Avx2>>(d: &D, rows: float::Dequantize<'_>, out: *mut f32) {
+    // SAFETY: as `run`; `out` is the caller's promise.
+    unsafe { kernel::dequantize(d, rows, out) }
 }
 
 #[derive(Clone, Copy)]
@@ -48,6 +60,11 @@ impl FloatIsa for Avx2 {
     unsafe fn load(p: *const f32) -> [__m256; 2] {
         // SAFETY: the trait's contract, here and below.
         unsafe { [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))] }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u8) -> [__m256; 2] {
@@ -105,6 +122,13 @@ impl Isa for Avx2 {
         fn load(rows: RowPtrs, lo: usize, hi: usize) -> __m256i {
             _mm256_loadu2_m128i(rows[0].add(hi).cast(), rows[0].add(lo).cast())
         }
+        fn store(a: __m256i, rows: [*mut u8; 2], lo: usize, hi: usize) -> () {
+            _mm_storeu_si128(rows[0].add(lo).cast(), _mm256_castsi256_si128(a));
+            _mm_storeu_si128(rows[0].add(hi).cast(), _mm256_extracti128_si256::<1>(a));
+        }
+        fn zip(a: __m256i, b: __m256i) -> [__m256i; 2] {
+            [_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)]
+        }
         fn words(rows: [[u32; 8]; 2]) -> __m256i { _mm256_loadu_si256(rows.as_ptr().cast()) }
         fn splat(b: u8) -> __m256i { _mm256_set1_epi8(b as i8) }
         fn and(a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
@@ -128,6 +152,16 @@ impl Isa for Avx2 {
                 _mm256_unpackhi_epi64(b, d),
             ]
         }
+        fn rotate(a: __m256i, by: usize) -> __m256i {
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let turned = _mm256_add_epi32(lane, _mm256_set1_epi32(by as i32));
+            _mm256_permutevar8x32_epi32(a, turned)
+        }
+        fn rotate_f32(a: __m256, by: usize) -> __m256 {
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let turned = _mm256_add_epi32(lane, _mm256_set1_epi32(by as i32));
+            _mm256_permutevar8x32_ps(a, turned)
+        }
         fn bf16(rows: [[u16; 8]; 2]) -> __m256 {
             let x = _mm256_cvtepu16_epi32(_mm_loadu_si128(rows.as_ptr().cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))
@@ -144,15 +178,6 @@ impl Isa for Avx2 {
         }
         fn i8(rows: [u64; 2]) -> __m256 {
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(rows[0] as i64)))
-        }
-        fn e8m0_half(rows: [[u8; 8]; 2]) -> __m256 {
-            let s = _mm256_cvtepu8_epi32(_mm_loadu_si64(rows.as_ptr().cast()));
-            let normal = _mm256_slli_epi32::<23>(_mm256_sub_epi32(s, _mm256_set1_epi32(1)));
-            let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x20_0000), s);
-            let is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), s);
-            let bits = _mm256_blendv_epi8(normal, small, is_small);
-            let nan = _mm256_cmpeq_epi32(s, _mm256_set1_epi32(255));
-            _mm256_castsi256_ps(_mm256_or_si256(bits, nan))
         }
         fn negate(a: __m256) -> __m256 { _mm256_xor_ps(a, _mm256_set1_ps(-0.0)) }
         fn mul(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
@@ -171,6 +196,21 @@ impl Isa for Avx2 {
         fn sub(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
         fn to_f32(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn e8m0_half<const STRIDE: usize>(rows: RowPtrs, at: usize) -> __m256 {
+        // SAFETY: as above.
+        unsafe {
+            let s =
+                _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(gather8::<STRIDE>(rows[0].add(at)) as i64));
+            let normal = _mm256_slli_epi32::<23>(_mm256_sub_epi32(s, _mm256_set1_epi32(1)));
+            let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x20_0000), s);
+            let is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), s);
+            let bits = _mm256_blendv_epi8(normal, small, is_small);
+            let nan = _mm256_cmpeq_epi32(s, _mm256_set1_epi32(255));
+            _mm256_castsi256_ps(_mm256_or_si256(bits, nan))
+        }
     }
 
     #[inline(always)]

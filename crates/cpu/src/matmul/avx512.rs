@@ -19,7 +19,7 @@ pub(super) fn q8_tile(tile: &Tile<'_>, q: &Q8Rows) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn run<D: Decoder<Avx512>>(decoder: &D, tile: &Tile<'_>, q: &Q8Rows) {
     // SAFETY: the instructions are enabled here; the rest was checked by `run_jobs`.
-    unsafe { kernel::tile::<Avx512, D, 2>(decoder, tile, q) }
+    unsafe { kernel::tile::<Avx512, D, 1, 2>(decoder, tile, q) }
 }
 
 /// A tile in precision `f32`.
@@ -31,7 +31,19 @@ pub(super) fn f32_tile(tile: &Tile<'_>, data: &[f32], stride: usize) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn run_f32(tile: &Tile<'_>, data: &[f32], stride: usize) {
     // SAFETY: as `run`.
-    unsafe { float::tile::<Avx512, 4>(tile, data, stride) }
+    unsafe { float::tile::<Avx512, 4>(tile, data, stride, dequantize) }
+}
+
+/// See [`float::Dequantize`].
+unsafe fn dequantize(rows: float::Dequantize<'_>, out: *mut f32) {
+    // SAFETY: only called by `run_f32`, where the instructions are there.
+    unsafe { with_decoder!(rows.weight.format(), run_dequantize::<_>(rows, out)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn run_dequantize<D: Decoder<Avx512>>(d: &D, rows: float::Dequantize<'_>, out: *mut f32) {
+    // SAFETY: as `run`; `out` is the caller's promise.
+    unsafe { kernel::dequantize(d, rows, out) }
 }
 
 #[derive(Clone, Copy)]
@@ -43,6 +55,11 @@ impl FloatIsa for Avx512 {
     unsafe fn load(p: *const f32) -> __m512 {
         // SAFETY: the trait's contract, here and below.
         unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u8) -> __m512 {
@@ -93,6 +110,33 @@ impl Isa for Avx512 {
             let b = _mm256_loadu2_m128i(b.add(hi).cast(), b.add(lo).cast());
             _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
         }
+        fn store(a: __m512i, rows: [*mut u8; 2], lo: usize, hi: usize) -> () {
+            _mm_storeu_si128(rows[0].add(lo).cast(), _mm512_castsi512_si128(a));
+            _mm_storeu_si128(rows[0].add(hi).cast(), _mm512_extracti32x4_epi32::<1>(a));
+            _mm_storeu_si128(rows[1].add(lo).cast(), _mm512_extracti32x4_epi32::<2>(a));
+            _mm_storeu_si128(rows[1].add(hi).cast(), _mm512_extracti32x4_epi32::<3>(a));
+        }
+        fn load_packed(rows: RowPtrs) -> [__m512i; 4] {
+            let load = [rows[0], rows[0].add(64), rows[1], rows[1].add(64)];
+            let (a0, a1) = (_mm512_loadu_si512(load[0].cast()), _mm512_loadu_si512(load[1].cast()));
+            let (b0, b1) = (_mm512_loadu_si512(load[2].cast()), _mm512_loadu_si512(load[3].cast()));
+            // Two words of eight blocks of one row, then one word of both rows.
+            let w01 = _mm512_set_epi32(29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
+            let w23 = _mm512_set_epi32(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2);
+            let (a01, b01) =
+                (_mm512_permutex2var_epi32(a0, w01, a1), _mm512_permutex2var_epi32(b0, w01, b1));
+            let (a23, b23) =
+                (_mm512_permutex2var_epi32(a0, w23, a1), _mm512_permutex2var_epi32(b0, w23, b1));
+            [
+                _mm512_shuffle_i64x2::<0x44>(a01, b01),
+                _mm512_shuffle_i64x2::<0xee>(a01, b01),
+                _mm512_shuffle_i64x2::<0x44>(a23, b23),
+                _mm512_shuffle_i64x2::<0xee>(a23, b23),
+            ]
+        }
+        fn zip(a: __m512i, b: __m512i) -> [__m512i; 2] {
+            [_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)]
+        }
         fn words(rows: [[u32; 8]; 2]) -> __m512i { _mm512_loadu_si512(rows.as_ptr().cast()) }
         fn splat(b: u8) -> __m512i { _mm512_set1_epi8(b as i8) }
         fn and(a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
@@ -115,6 +159,12 @@ impl Isa for Avx512 {
                 _mm512_unpackhi_epi64(b, d),
             ]
         }
+        fn rotate(a: __m512i, by: usize) -> __m512i {
+            _mm512_permutexvar_epi32(rotation(by), a)
+        }
+        fn rotate_f32(a: __m512, by: usize) -> __m512 {
+            _mm512_permutexvar_ps(rotation(by), a)
+        }
         fn bf16(rows: [[u16; 8]; 2]) -> __m512 {
             let x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(rows.as_ptr().cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))
@@ -133,14 +183,6 @@ impl Isa for Avx512 {
         }
         fn i8(rows: [u64; 2]) -> __m512 {
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64)))
-        }
-        fn e8m0_half(rows: [[u8; 8]; 2]) -> __m512 {
-            let s = _mm512_cvtepu8_epi32(_mm_loadu_si128(rows.as_ptr().cast()));
-            let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(s, _mm512_set1_epi32(1)));
-            let small = _mm512_cmplt_epi32_mask(s, _mm512_set1_epi32(2));
-            let bits = _mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x20_0000), s);
-            let nan = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(255));
-            _mm512_castsi512_ps(_mm512_mask_set1_epi32(bits, nan, 0x7fc0_0000))
         }
         fn negate(a: __m512) -> __m512 { _mm512_xor_ps(a, _mm512_set1_ps(-0.0)) }
         fn mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
@@ -164,6 +206,21 @@ impl Isa for Avx512 {
         fn sub(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
         fn to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn e8m0_half<const STRIDE: usize>(rows: RowPtrs, at: usize) -> __m512 {
+        // SAFETY: as above.
+        unsafe {
+            let a = gather8::<STRIDE>(rows[0].add(at));
+            let b = gather8::<STRIDE>(rows[1].add(at));
+            let s = _mm512_cvtepu8_epi32(_mm_set_epi64x(b as i64, a as i64));
+            let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(s, _mm512_set1_epi32(1)));
+            let small = _mm512_cmplt_epi32_mask(s, _mm512_set1_epi32(2));
+            let bits = _mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x20_0000), s);
+            let nan = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(255));
+            _mm512_castsi512_ps(_mm512_mask_set1_epi32(bits, nan, 0x7fc0_0000))
+        }
     }
 
     #[inline(always)]
@@ -200,6 +257,41 @@ impl Isa for Avx512 {
             }
             dot
         }
+    }
+}
+
+/// Indices for `rotate`.
+///
+/// # Safety
+/// Needs AVX-512.
+#[inline(always)]
+unsafe fn rotation(by: usize) -> __m512i {
+    // SAFETY: register operations.
+    unsafe {
+        let lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        let turned = _mm512_add_epi32(lane, _mm512_set1_epi32(by as i32));
+        // Bit 3 says which row.
+        _mm512_ternarylogic_epi32::<0xd8>(lane, turned, _mm512_set1_epi32(7))
+    }
+}
+
+/// Eight bytes, `STRIDE` apart, the first one lowest.
+///
+/// # Safety
+/// The bytes are there.
+#[inline(always)]
+pub(super) unsafe fn gather8<const STRIDE: usize>(p: *const u8) -> u64 {
+    // SAFETY: as the caller's.
+    unsafe {
+        if STRIDE == 1 {
+            return p.cast::<u64>().read_unaligned();
+        }
+        // Scalar units have nothing else to do; inserting bytes into a vector would take its shuffles.
+        let mut x = 0;
+        for i in 0..8 {
+            x |= (*p.add(i * STRIDE) as u64) << (8 * i);
+        }
+        x
     }
 }
 

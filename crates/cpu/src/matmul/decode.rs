@@ -6,10 +6,8 @@
 //! No closures around vector operations, here or in the kernels: a closure is a function of its own without the
 //! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
-use forebay_quant::group::{
-    E2M1_CODES, GROUP, Group, decode_group, pack_codes, q4_k_scales,
-};
-use forebay_quant::{CodeFacts, Format, ParamType};
+use forebay_quant::group::{E2M1_CODES, GROUP, Group, decode_group, pack_codes, q4_k_scales};
+use forebay_quant::{ActOrder, CodeFacts, Format, ParamType};
 
 use super::isa::{Isa, RowPtrs};
 
@@ -28,8 +26,10 @@ pub(super) struct Decoded<I: Isa> {
 pub(super) trait Decoder<I: Isa> {
     /// Static facts; `offset` is a hint that [`Decoder::offset`] may replace.
     const FACTS: CodeFacts;
-    /// Bytes of a group in the first plane, to be prefetched; 0 for no prefetching.
-    const BYTES: usize;
+    /// Order of the codes.
+    const ORDER: ActOrder;
+    /// Bytes of a group in each plane, as far as they are worth prefetching.
+    const PREFETCH: [usize; 3];
 
     /// What is subtracted from a code.
     #[inline(always)]
@@ -86,17 +86,6 @@ unsafe fn half<I: Isa>(rows: RowPtrs, at: usize) -> I::F {
         let second = if I::ROWS == 2 { u16::from_le_bytes(bytes(rows[1], at)) } else { 0 };
         I::f16_splat([first, second])
     }
-}
-
-/// Eight bytes of a row at `at`, `at + stride`, ...
-#[inline(always)]
-unsafe fn strided(p: *const u8, at: usize, stride: usize) -> [u8; 8] {
-    let mut out = [0; 8];
-    for (b, out) in out.iter_mut().enumerate() {
-        // SAFETY: as `bytes`.
-        *out = unsafe { bytes::<1>(p, at + b * stride) }[0];
-    }
-    out
 }
 
 /// 16 bytes of each of the eight blocks at `at`, `at + stride`, ...: words 0..4 of all blocks.
@@ -167,7 +156,8 @@ pub(super) struct Q8_0;
 
 impl<I: Isa> Decoder<I> for Q8_0 {
     const FACTS: CodeFacts = facts(Format::Q8_0);
-    const BYTES: usize = Format::Q8_0.group_bytes()[0];
+    const ORDER: ActOrder = Format::Q8_0.act_order();
+    const PREFETCH: [usize; 3] = Format::Q8_0.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 34 bytes, 272 in all.
@@ -187,7 +177,8 @@ pub(super) struct Q4_1;
 
 impl<I: Isa> Decoder<I> for Q4_1 {
     const FACTS: CodeFacts = facts(Format::Q4_1);
-    const BYTES: usize = Format::Q4_1.group_bytes()[0];
+    const ORDER: ActOrder = Format::Q4_1.act_order();
+    const PREFETCH: [usize; 3] = Format::Q4_1.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 20 bytes, 160 in all.
@@ -216,7 +207,8 @@ const Q5_0_BITS: [[u8; 16]; 2] = [
 
 impl<I: Isa> Decoder<I> for Q5_0 {
     const FACTS: CodeFacts = facts(Format::Q5_0);
-    const BYTES: usize = Format::Q5_0.group_bytes()[0];
+    const ORDER: ActOrder = Format::Q5_0.act_order();
+    const PREFETCH: [usize; 3] = Format::Q5_0.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 22 bytes, 176 in all.
@@ -244,7 +236,8 @@ pub(super) struct Q4K;
 
 impl<I: Isa> Decoder<I> for Q4K {
     const FACTS: CodeFacts = facts(Format::Q4K);
-    const BYTES: usize = Format::Q4K.group_bytes()[0];
+    const ORDER: ActOrder = Format::Q4K.act_order();
+    const PREFETCH: [usize; 3] = Format::Q4K.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 144 bytes.
@@ -276,7 +269,8 @@ pub(super) struct Q6K;
 
 impl<I: Isa> Decoder<I> for Q6K {
     const FACTS: CodeFacts = facts(Format::Q6K);
-    const BYTES: usize = Format::Q6K.group_bytes()[0];
+    const ORDER: ActOrder = Format::Q6K.act_order();
+    const PREFETCH: [usize; 3] = Format::Q6K.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 210 bytes.
@@ -330,13 +324,13 @@ pub(super) struct Mxfp4;
 
 impl<I: Isa> Decoder<I> for Mxfp4 {
     const FACTS: CodeFacts = facts(Format::Mxfp4);
-    const BYTES: usize = Format::Mxfp4.group_bytes()[0];
+    const ORDER: ActOrder = Format::Mxfp4.act_order();
+    const PREFETCH: [usize; 3] = Format::Mxfp4.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: blocks of 17 bytes, 136 in all.
         unsafe {
-            let second = if I::ROWS == 2 { strided(p[1], 0, 17) } else { [0; 8] };
-            let ws = I::e8m0_half([strided(p[0], 0, 17), second]);
+            let ws = I::e8m0_half::<17>(p, 0);
             let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 1, 17)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
@@ -347,14 +341,14 @@ pub(super) struct Mxfp4Split;
 
 impl<I: Isa> Decoder<I> for Mxfp4Split {
     const FACTS: CodeFacts = facts(Format::Mxfp4Split);
-    const BYTES: usize = Format::Mxfp4Split.group_bytes()[0];
+    const ORDER: ActOrder = Format::Mxfp4Split.act_order();
+    const PREFETCH: [usize; 3] = Format::Mxfp4Split.group_bytes();
     #[inline(always)]
     unsafe fn decode(&self, [p, s, _]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: 128 bytes of codes, 8 of scales.
         unsafe {
-            let second = if I::ROWS == 2 { bytes(s[1], 0) } else { [0; 8] };
-            let ws = I::e8m0_half([bytes(s[0], 0), second]);
-            let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 0, 16)));
+            let ws = I::e8m0_half::<1>(s, 0);
+            let codes = e2m1::<I>(split_nibbles::<I>(I::load_packed(p)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
     }
@@ -423,14 +417,15 @@ unsafe fn spread_f32(p: *const u8, n: usize) -> [f32; 8] {
 impl<I: Isa, const BITS: u8> Decoder<I> for Mlx<BITS> {
     const FACTS: CodeFacts =
         facts(Format::MlxAffine { bits: BITS, group: 64, params: ParamType::Bf16 });
-    const BYTES: usize = 32 * BITS as usize;
+    const ORDER: ActOrder = if BITS == 4 { ActOrder::NibblePairs } else { ActOrder::Sequential };
+    const PREFETCH: [usize; 3] = [32 * BITS as usize, 1, 1];
     #[inline(always)]
     unsafe fn decode(&self, [p, s, b]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: 32 * BITS bytes of codes, whole groups of parameters.
         unsafe {
             let (ws, wb) = (self.params::<I>(s), self.params::<I>(b));
             let codes = if BITS == 4 {
-                split_nibbles::<I>(words::<I>(p, 0, 16))
+                split_nibbles::<I>(I::load_packed(p))
             } else {
                 concat(words::<I>(p, 0, 32), words::<I>(p, 16, 32))
             };
@@ -447,7 +442,8 @@ pub(super) struct Portable<const HALVES: bool, const BIAS: bool> {
 
 impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVES, BIAS> {
     const FACTS: CodeFacts = CodeFacts { offset: 0, max_code: 255, halves: HALVES, bias: BIAS };
-    const BYTES: usize = 0;
+    const ORDER: ActOrder = ActOrder::Sequential;
+    const PREFETCH: [usize; 3] = [0; 3];
 
     #[inline(always)]
     fn offset(&self) -> i32 {
@@ -467,7 +463,7 @@ impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVE
                     n => std::slice::from_raw_parts(planes[p][r], n),
                 });
                 decode_group(self.format, bytes, 8, &mut groups[r]);
-                pack_codes(self.format.act_order(), &groups[r].codes, &mut packed[r]);
+                pack_codes(ActOrder::Sequential, &groups[r].codes, &mut packed[r]);
             }
             let rows = [packed[0].as_ptr(), packed[1].as_ptr()];
             let [a, b] = &groups;

@@ -1,6 +1,8 @@
 //! Precision `f32`: weights are dequantised a few rows and some hundred columns at a time into scratch that
 //! stays in the first-level cache, then multiplied with blocks of activation rows, 16 lanes each.
 
+use std::ops::Range;
+
 use forebay_quant::dequant::{decode_floats, dequantize_group};
 use forebay_quant::group::GROUP;
 use forebay_quant::oracle::join;
@@ -21,6 +23,9 @@ pub(super) trait FloatIsa: Copy {
     unsafe fn load_bf16(p: *const u8) -> Self::X;
     unsafe fn fma(a: Self::X, b: Self::X, c: Self::X) -> Self::X;
     unsafe fn store(x: Self::X, p: *mut f32);
+    /// Asks for the cache line at `p`, which need not be valid.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const u8) {}
 }
 
 /// Output features that are worked on together.
@@ -37,7 +42,36 @@ struct Scratch {
     acc: [[[f32; 16]; FEATURES]; ROWS],
 }
 
-/// One tile. `RA` activation rows share the loads of a block of weights.
+/// Columns of some features of a quantised matrix: row `i` goes to `out + i * stride`.
+#[derive(Clone)]
+pub(super) struct Dequantize<'a> {
+    pub weight: &'a MatrixView<'a>,
+    pub features: Range<usize>,
+    /// Starts at a whole group.
+    pub columns: Range<usize>,
+    pub stride: usize,
+}
+
+/// Dequantises the portable way.
+///
+/// # Safety
+/// `out` has room for the columns of all features.
+pub(super) unsafe fn dequantize(rows: Dequantize<'_>, out: *mut f32) {
+    for (i, feature) in rows.features.enumerate() {
+        for c in rows.columns.clone().step_by(GROUP) {
+            let n = (rows.columns.end - c).min(GROUP);
+            // SAFETY: by the contract; zeroed before it becomes a reference.
+            let out = unsafe {
+                let out = out.add(i * rows.stride + c - rows.columns.start);
+                out.write_bytes(0, n);
+                std::slice::from_raw_parts_mut(out, n)
+            };
+            dequantize_group(rows.weight, feature, c / GROUP, out);
+        }
+    }
+}
+
+/// One tile. `dequantize` fills scratch from quantised weights. `RA` activation rows share the loads of a block of weights.
 ///
 /// # Safety
 /// The instruction set of `I` must be there. Inputs and outputs were checked by `run_jobs`.
@@ -46,6 +80,7 @@ pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
     tile: &Tile<'_>,
     data: &[f32],
     stride: usize,
+    dequantize: unsafe fn(Dequantize<'_>, *mut f32),
 ) {
     let (weight, rows) = (&tile.job.weight, tile.job.rows);
     let cols = weight.cols();
@@ -66,13 +101,20 @@ pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
             };
             for c0 in (0..cols).step_by(COLUMNS) {
                 let c1 = (c0 + COLUMNS).min(cols);
+                let quantized = weight.format().is_quantized();
+                if quantized {
+                    let (features, columns) = (f0..f0 + n_features, c0..c1);
+                    let rows = Dequantize { weight, features, columns, stride: COLUMNS };
+                    // SAFETY: `weights` has room for COLUMNS floats per feature.
+                    unsafe { dequantize(rows, weights.cast()) }
+                }
                 let mut w = [std::ptr::null(); FEATURES];
                 for (i, w) in w.iter_mut().enumerate() {
-                    let feature = f0 + i.min(n_features - 1);
-                    // SAFETY: `weights` has room for COLUMNS floats per feature.
+                    let i = i.min(n_features - 1);
+                    // SAFETY: as above.
                     *w = unsafe {
                         let out = (&raw mut (*weights)[i]).cast::<f32>();
-                        load_weights::<I>(weight, feature, c0, c1, out)
+                        if quantized { out } else { load_floats::<I>(weight, f0 + i, c0, c1, out) }
                     };
                 }
                 let mut r = 0;
@@ -104,12 +146,12 @@ pub(super) unsafe fn tile<I: FloatIsa, const RA: usize>(
     }
 }
 
-/// Columns `c0..c1` of a weight row as f32: in place if they are that already, else in `out`.
+/// Columns `c0..c1` of a row of a float matrix as f32: in place if they are that already, else in `out`.
 ///
 /// # Safety
 /// `out` has room for them.
 #[inline(always)]
-unsafe fn load_weights<I: FloatIsa>(
+unsafe fn load_floats<I: FloatIsa>(
     weight: &MatrixView<'_>,
     feature: usize,
     c0: usize,
@@ -117,20 +159,14 @@ unsafe fn load_weights<I: FloatIsa>(
     out: *mut f32,
 ) -> *const f32 {
     let format = weight.format();
-    if format.is_quantized() {
-        for c in (c0..c1).step_by(GROUP) {
-            let n = (c1 - c).min(GROUP);
-            // SAFETY: lies within c0..c1.
-            let out = unsafe {
-                out.add(c - c0).write_bytes(0, n);
-                std::slice::from_raw_parts_mut(out.add(c - c0), n)
-            };
-            dequantize_group(weight, feature, c / GROUP, out);
-        }
-        return out;
-    }
     let size = if format == Format::F32 { 4 } else { 2 };
     let bytes = &weight.row(0, feature)[c0 * size..c1 * size];
+    // What will be read next is the same place some features on, which the hardware cannot guess.
+    let ahead = bytes.as_ptr().wrapping_add(FEATURES * weight.plane(0).stride);
+    for line in 0..bytes.len().div_ceil(64) {
+        // SAFETY: prefetching reads nothing.
+        unsafe { I::prefetch(ahead.wrapping_add(64 * line)) }
+    }
     if format == Format::F32 && cfg!(target_endian = "little") {
         return bytes.as_ptr().cast();
     }

@@ -26,6 +26,21 @@ pub(super) trait Isa: Copy {
 
     /// 16 bytes at `row + lo` to lane 0 and at `row + hi` to lane 1, for each row.
     unsafe fn load(rows: RowPtrs, lo: usize, hi: usize) -> Self::V;
+    /// The reverse of `load`.
+    unsafe fn store(a: Self::V, rows: [*mut u8; 2], lo: usize, hi: usize);
+    /// Words 0..4 of eight blocks of 16 bytes without gaps.
+    #[inline(always)]
+    unsafe fn load_packed(rows: RowPtrs) -> [Self::V; 4] {
+        // SAFETY: as the caller's.
+        unsafe {
+            Self::transpose([
+                Self::load(rows, 0, 64),
+                Self::load(rows, 16, 80),
+                Self::load(rows, 32, 96),
+                Self::load(rows, 48, 112),
+            ])
+        }
+    }
     /// One 32-bit word per block.
     unsafe fn words(rows: [[u32; 8]; 2]) -> Self::V;
     unsafe fn splat(b: u8) -> Self::V;
@@ -41,8 +56,14 @@ pub(super) trait Isa: Copy {
     unsafe fn repeat(bytes: &[u8; 16]) -> Self::V;
     /// `value` in the bytes where `a & mask` is not zero, else 0.
     unsafe fn where_bits(a: Self::V, mask: Self::V, value: u8) -> Self::V;
+    /// Interleaves bytes within 128-bit lanes: from the low halves, from the high halves.
+    unsafe fn zip(a: Self::V, b: Self::V) -> [Self::V; 2];
     /// Transposes the 4 x 4 words of each 128-bit lane: from 16 bytes of each of four blocks to words `j` of them.
     unsafe fn transpose(v: [Self::V; 4]) -> [Self::V; 4];
+
+    /// Lane `b` takes word `(b + by) mod 8` of its row.
+    unsafe fn rotate(a: Self::V, by: usize) -> Self::V;
+    unsafe fn rotate_f32(a: Self::F, by: usize) -> Self::F;
 
     /// bfloat16 to floats.
     unsafe fn bf16(rows: [[u16; 8]; 2]) -> Self::F;
@@ -54,8 +75,9 @@ pub(super) trait Isa: Copy {
     /// Bytes, lowest first, as numbers.
     unsafe fn u8(rows: [u64; 2]) -> Self::F;
     unsafe fn i8(rows: [u64; 2]) -> Self::F;
-    /// `2^(s - 128)`, NaN for 255 (`forebay_quant::group::e8m0_half`).
-    unsafe fn e8m0_half(rows: [[u8; 8]; 2]) -> Self::F;
+    /// Eight bytes at `at`, `at + STRIDE`, ... of each row as `2^(s - 128)`, NaN for 255
+    /// (`forebay_quant::group::e8m0_half`).
+    unsafe fn e8m0_half<const STRIDE: usize>(rows: RowPtrs, at: usize) -> Self::F;
     unsafe fn negate(a: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;

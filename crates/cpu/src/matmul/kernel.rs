@@ -3,10 +3,12 @@
 
 use std::mem::MaybeUninit;
 
+use forebay_quant::dequant::decoded_to_f32;
 use forebay_quant::group::{BLOCK, GROUP, LANES};
-use forebay_quant::{Format, Q8Group, Q8Rows};
+use forebay_quant::{ActOrder, Group, MatrixView, Q8Group, Q8Rows};
 
 use super::decode::{Decoded, Decoder};
+use super::float::Dequantize;
 use super::isa::{Isa, RowPtrs};
 use super::job::Tile;
 
@@ -14,6 +16,8 @@ use super::job::Tile;
 const ROWS: usize = 32;
 /// Output features whose lane sums are kept at once.
 const FEATURES: usize = 16;
+/// How many features ahead weights are prefetched.
+const AHEAD: usize = 4;
 /// Most bytes that a group takes in one plane.
 const MAX_GROUP_BYTES: usize = 288;
 
@@ -51,12 +55,13 @@ macro_rules! with_decoder {
 }
 pub(super) use with_decoder;
 
-/// One tile. A vector holds `I::ROWS` features; `NV` vectors of codes are kept in registers over the rows.
+/// One tile. A vector holds `I::ROWS` features; `ONE` vectors are worked on together
+/// for one activation row, and `MANY` are kept in registers over many.
 ///
 /// # Safety
 /// The instruction set of `I` must be there. Inputs and outputs were checked by `run_jobs`.
 #[inline(always)]
-pub(super) unsafe fn tile<I: Isa, D: Decoder<I>, const NV: usize>(
+pub(super) unsafe fn tile<I: Isa, D: Decoder<I>, const ONE: usize, const MANY: usize>(
     decoder: &D,
     tile: &Tile<'_>,
     q: &Q8Rows,
@@ -65,10 +70,10 @@ pub(super) unsafe fn tile<I: Isa, D: Decoder<I>, const NV: usize>(
     unsafe {
         let rows = tile.job.rows;
         if rows.len() == 1 {
-            return one_row::<I, D, NV>(decoder, tile, q.row(rows.get(0).0), rows.get(0).1);
+            return one_row::<I, D, ONE>(decoder, tile, q.row(rows.get(0).0), rows.get(0).1);
         }
         for row0 in (0..rows.len()).step_by(ROWS) {
-            many_rows::<I, D, NV>(decoder, tile, q, row0, (rows.len() - row0).min(ROWS));
+            many_rows::<I, D, MANY>(decoder, tile, q, row0, (rows.len() - row0).min(ROWS));
         }
     }
 }
@@ -82,47 +87,74 @@ struct Features {
 impl Features {
     /// Features `first..first + I::ROWS`; those from `end` on are replaced by the last.
     #[inline(always)]
-    fn new<I: Isa>(tile: &Tile<'_>, first: usize) -> Features {
-        let weight = &tile.job.weight;
-        let last = tile.features.end - 1;
-        let planes = std::array::from_fn(|p| {
-            if p >= weight.n_planes() {
-                return [std::ptr::null(); 2];
+    fn new<I: Isa>(weight: &MatrixView<'_>, first: usize, end: usize) -> Features {
+        let last = end - 1;
+        let mut planes = [[std::ptr::null(); 2]; 3];
+        for (p, rows) in planes.iter_mut().enumerate() {
+            let plane = weight.plane(p);
+            for (r, row) in rows.iter_mut().enumerate().take(I::ROWS) {
+                *row = plane.data.as_ptr().wrapping_add((first + r).min(last) * plane.stride);
             }
-            [first.min(last), (first + I::ROWS - 1).min(last)].map(|f| weight.row(p, f).as_ptr())
-        });
+        }
         Features { planes }
     }
 
     #[inline(always)]
-    fn group(&self, g: usize, bytes: [usize; 3]) -> [RowPtrs; 3] {
-        std::array::from_fn(|p| self.planes[p].map(|row| row.wrapping_add(g * bytes[p])))
+    fn offset(&self, bytes: [usize; 3]) -> [RowPtrs; 3] {
+        let mut planes = self.planes;
+        for (rows, bytes) in planes.iter_mut().zip(bytes) {
+            for row in rows {
+                *row = row.wrapping_add(bytes);
+            }
+        }
+        planes
     }
 
-    /// Decodes a last group of fewer than 8 blocks through a padded copy: nothing behind it is read.
+    #[inline(always)]
+    fn group(&self, g: usize, [a, b, c]: [usize; 3]) -> [RowPtrs; 3] {
+        self.offset([g * a, g * b, g * c])
+    }
+
+    /// Decodes the last group of a row, which has only `blocks` blocks: nothing behind it is read.
     #[inline(always)]
     unsafe fn decode_tail<I: Isa, D: Decoder<I>>(
         &self,
         decoder: &D,
-        format: Format,
-        g: usize,
+        weight: &MatrixView<'_>,
+        bytes: [usize; 3],
         blocks: usize,
     ) -> Decoded<I> {
-        let bytes = format.group_bytes();
-        let mut padded = [[[0u8; MAX_GROUP_BYTES]; 2]; 3];
-        // SAFETY: the row has `blocks` more blocks at group g, and they fit the buffer.
+        // SAFETY: the row's last 8 blocks are there if it has so many; if not, what there is fits the buffer.
         unsafe {
-            let group = self.group(g, bytes);
-            for p in 0..3 {
-                for r in 0..I::ROWS {
-                    let there = bytes[p] * blocks / LANES;
-                    if there > 0 {
-                        group[p][r].copy_to_nonoverlapping(padded[p][r].as_mut_ptr(), there);
+            let mut w = if weight.cols() >= GROUP {
+                // The last 8 blocks, turned so that the last `blocks` of them come first.
+                let mut start = [0; 3];
+                for p in 0..3 {
+                    start[p] = weight.row_bytes(p) - bytes[p];
+                }
+                let mut w = decoder.decode(self.offset(start));
+                for code in &mut w.codes {
+                    *code = I::rotate(*code, LANES - blocks);
+                }
+                for half in 0..2 {
+                    w.ws[half] = I::rotate_f32(w.ws[half], LANES - blocks);
+                    w.wb[half] = I::rotate_f32(w.wb[half], LANES - blocks);
+                }
+                w
+            } else {
+                let mut padded = [[[0u8; MAX_GROUP_BYTES]; 2]; 3];
+                let mut rows = [[std::ptr::null(); 2]; 3];
+                for p in 0..3 {
+                    for r in 0..I::ROWS {
+                        let to = padded[p][r].as_mut_ptr();
+                        rows[p][r] = to.cast_const();
+                        if weight.row_bytes(p) > 0 {
+                            to.copy_from_nonoverlapping(self.planes[p][r], weight.row_bytes(p));
+                        }
                     }
                 }
-            }
-            let rows = std::array::from_fn(|p| padded[p].each_ref().map(|row| row.as_ptr()));
-            let mut w = decoder.decode(rows);
+                decoder.decode(rows)
+            };
             for half in 0..2 {
                 w.ws[half] = I::keep_blocks(w.ws[half], blocks);
                 w.wb[half] = I::keep_blocks(w.wb[half], blocks);
@@ -183,16 +215,18 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
     out_row: usize,
 ) {
     let weight = &tile.job.weight;
-    let bytes = weight.format().group_bytes();
+    let (bytes, end) = (weight.format().group_bytes(), tile.features.end);
     let (whole, rest) = groups_of(weight.cols());
     // SAFETY: groups lie within the rows, activations have as many.
     unsafe {
         for f0 in tile.features.clone().step_by(NV * I::ROWS) {
-            let ptrs: [Features; NV] =
-                std::array::from_fn(|v| Features::new::<I>(tile, f0 + v * I::ROWS));
-            // The same place some rows on is what will be read next and the hardware cannot guess.
-            let ahead: [Features; NV] =
-                std::array::from_fn(|v| Features::new::<I>(tile, f0 + (NV + v) * I::ROWS));
+            let mut ptrs = [Features { planes: [[std::ptr::null(); 2]; 3] }; NV];
+            // What will be read next is the same place some rows on, which the hardware cannot guess.
+            let mut ahead = ptrs;
+            for v in 0..NV {
+                ptrs[v] = Features::new::<I>(weight, f0 + v * I::ROWS, end);
+                ahead[v] = Features::new::<I>(weight, f0 + AHEAD + v * I::ROWS, end);
+            }
             let mut acc = [I::zero(); NV];
             for g in 0..whole {
                 for v in 0..NV {
@@ -203,7 +237,7 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
             }
             if rest > 0 {
                 for v in 0..NV {
-                    let w = ptrs[v].decode_tail(decoder, weight.format(), whole, rest);
+                    let w = ptrs[v].decode_tail(decoder, weight, bytes, rest);
                     acc[v] = add_group(decoder, &w, a.as_ptr().add(whole), acc[v]);
                 }
             }
@@ -217,17 +251,11 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
 /// Asks for a group of each row.
 #[inline(always)]
 unsafe fn prefetch<I: Isa, D: Decoder<I>>(planes: [RowPtrs; 3]) {
-    if D::BYTES == 0 {
-        return;
-    }
-    for r in 0..I::ROWS {
-        // SAFETY: prefetching reads nothing.
-        unsafe {
-            for line in 0..D::BYTES.div_ceil(64) {
-                I::prefetch(planes[0][r].wrapping_add(64 * line));
-            }
-            for plane in &planes[1..] {
-                I::prefetch(plane[r]);
+    for p in 0..3 {
+        for r in 0..I::ROWS {
+            for line in 0..D::PREFETCH[p].div_ceil(64) {
+                // SAFETY: prefetching reads nothing.
+                unsafe { I::prefetch(planes[p][r].wrapping_add(64 * line)) }
             }
         }
     }
@@ -261,7 +289,7 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
     n: usize,
 ) {
     let (weight, rows) = (&tile.job.weight, tile.job.rows);
-    let bytes = weight.format().group_bytes();
+    let (bytes, end) = (weight.format().group_bytes(), tile.features.end);
     let (whole, rest) = groups_of(weight.cols());
     let a: [*const Q8Group; ROWS] =
         std::array::from_fn(|r| q.row(rows.get(row0 + r.min(n - 1)).0).as_ptr());
@@ -276,7 +304,7 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
             let n_sub = n_features.div_ceil(NV * I::ROWS);
             sums.write_bytes(0, n_sub * NV * n * width);
             let ptrs: [Features; FEATURES] =
-                std::array::from_fn(|v| Features::new::<I>(tile, f0 + v * I::ROWS));
+                std::array::from_fn(|v| Features::new::<I>(weight, f0 + v * I::ROWS, end));
             for g in 0..whole + (rest > 0) as usize {
                 for sub in 0..n_sub {
                     let mut w = [MaybeUninit::<Decoded<I>>::uninit(); NV];
@@ -285,7 +313,7 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                         w[v].write(if g < whole {
                             decoder.decode(p.group(g, bytes))
                         } else {
-                            p.decode_tail(decoder, weight.format(), g, rest)
+                            p.decode_tail(decoder, weight, bytes, rest)
                         });
                     }
                     let mut acc = sums.add(sub * NV * n * width);
@@ -311,6 +339,78 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                         write::<I>(tile, rows.get(row0 + r).1, first, acc);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Dequantises some columns of some features, `I::ROWS` at a time.
+///
+/// # Safety
+/// The instruction set of `I` must be there; `out` has room as [`Dequantize`] says.
+#[inline(always)]
+pub(super) unsafe fn dequantize<I: Isa, D: Decoder<I>>(
+    decoder: &D,
+    rows: Dequantize<'_>,
+    out: *mut f32,
+) {
+    let (weight, end) = (rows.weight, rows.features.end);
+    let bytes = weight.format().group_bytes();
+    let (whole, rest) = groups_of(weight.cols());
+    let mut groups = [Group::EMPTY; 2];
+    for f in rows.features.clone().step_by(I::ROWS) {
+        let ptrs = Features::new::<I>(weight, f, end);
+        for c in rows.columns.clone().step_by(GROUP) {
+            let g = c / GROUP;
+            // SAFETY: groups lie within the rows; `groups` has room for all codes and lanes.
+            unsafe {
+                let w = if g < whole {
+                    decoder.decode(ptrs.group(g, bytes))
+                } else {
+                    ptrs.decode_tail(decoder, weight, bytes, rest)
+                };
+                unpack::<I, D>(&w, &mut groups);
+                for r in 0..I::ROWS.min(end - f) {
+                    let n = (rows.columns.end - c).min(GROUP);
+                    let at = (f + r - rows.features.start) * rows.stride + c - rows.columns.start;
+                    let out = out.add(at);
+                    out.write_bytes(0, n);
+                    let out = std::slice::from_raw_parts_mut(out, n);
+                    decoded_to_f32(D::FACTS.bias, decoder.offset(), &groups[r], out);
+                }
+            }
+        }
+    }
+}
+
+/// From packed vectors to the order of the weights.
+#[inline(always)]
+unsafe fn unpack<I: Isa, D: Decoder<I>>(w: &Decoded<I>, groups: &mut [Group; 2]) {
+    let [a, b] = groups;
+    // SAFETY: a group has room for 256 codes and 8 lanes of each half.
+    unsafe {
+        let c = &w.codes;
+        let first = I::transpose([c[0], c[1], c[2], c[3]]);
+        let second = I::transpose([c[4], c[5], c[6], c[7]]);
+        let codes = [a.codes.as_mut_ptr(), b.codes.as_mut_ptr()];
+        for k in 0..4 {
+            let [x, y] = match D::ORDER {
+                ActOrder::Sequential => [first[k], second[k]],
+                ActOrder::NibblePairs => I::zip(first[k], second[k]),
+            };
+            I::store(x, codes, k * BLOCK, (k + 4) * BLOCK);
+            I::store(y, codes, k * BLOCK + 16, (k + 4) * BLOCK + 16);
+        }
+        let halves = if D::FACTS.halves { 2 } else { 1 };
+        let mut lanes = [0.0f32; 2 * LANES];
+        for half in 0..2 {
+            I::store_acc(w.ws[half % halves], lanes.as_mut_ptr());
+            a.ws[half].copy_from_slice(&lanes[..LANES]);
+            b.ws[half].copy_from_slice(&lanes[LANES..]);
+            if D::FACTS.bias {
+                I::store_acc(w.wb[half % halves], lanes.as_mut_ptr());
+                a.wb[half].copy_from_slice(&lanes[..LANES]);
+                b.wb[half].copy_from_slice(&lanes[LANES..]);
             }
         }
     }

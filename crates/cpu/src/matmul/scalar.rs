@@ -77,7 +77,7 @@ fn add_group(
 /// A tile in precision `f32`.
 pub(super) fn f32_tile(tile: &Tile<'_>, data: &[f32], stride: usize) {
     // SAFETY: the portable lanes need no instructions beyond the target's own.
-    unsafe { float::tile::<Portable, 1>(tile, data, stride) }
+    unsafe { float::tile::<Portable, 1>(tile, data, stride, float::dequantize) }
 }
 
 #[derive(Clone, Copy)]

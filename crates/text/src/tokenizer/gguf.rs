@@ -159,18 +159,26 @@ impl<'a> GgufVocabulary<'a> {
     /// Finds the ends of turns by their text and makes sure that they count as control tokens. A token that the
     /// file calls ordinary is one only if it looks the part: some vocabularies have learnt `</s>` as a word.
     fn find_turn_ends(&mut self) {
-        let ordinary = |id: usize| !matches!(self.types[id], TokenType::Control | TokenType::UserDefined);
+        let ordinary = |id: usize, text: &str| match self.types[id] {
+            TokenType::Control => false,
+            TokenType::UserDefined => text == "</s>", // Gemma's is the HTML tag
+            _ => true,
+        };
         let found: Vec<(u32, &str)> = self
             .tokens
             .iter()
             .enumerate()
-            .filter(|(id, text)| !ordinary(*id) || looks_like_marker(text))
+            .filter(|(id, text)| !ordinary(*id, text) || looks_like_marker(text))
             .filter_map(|(id, text)| Some((id as u32, *TURN_ENDS.iter().find(|end| *end == text)?)))
             .collect();
         let has = |text: &str| found.iter().any(|(_, end)| *end == text);
         // In harmony `<|end|>` ends a message, not the turn.
         let harmony = has("<|return|>") && has("<|call|>");
-        self.turn_ends = found.iter().filter(|(_, text)| !(harmony && *text == "<|end|>")).map(|(id, _)| *id).collect();
+        self.turn_ends = found
+            .iter()
+            .filter(|(_, text)| !(harmony && *text == "<|end|>"))
+            .map(|(id, _)| *id)
+            .collect();
         for (id, _) in found {
             self.types[id as usize] = TokenType::Control;
         }
