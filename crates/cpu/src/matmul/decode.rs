@@ -6,9 +6,7 @@
 //! No closures around vector operations, here or in the kernels: a closure is a function of its own without the
 //! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
-use forebay_quant::group::{
-    E2M1_CODES, GROUP, Group, decode_group, pack_codes, q4_k_scales,
-};
+use forebay_quant::group::{E2M1_CODES, GROUP, Group, decode_group, pack_codes, q4_k_scales};
 use forebay_quant::{CodeFacts, Format, ParamType};
 
 use super::isa::{Isa, RowPtrs};

@@ -80,14 +80,21 @@ impl<'de> Deserialize<'de> for Merge {
 
             fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<Merge, E> {
                 match text.split_once(' ') {
-                    Some((left, right)) if !right.contains(' ') => Ok(Merge(left.to_owned(), right.to_owned())),
+                    Some((left, right)) if !right.contains(' ') => {
+                        Ok(Merge(left.to_owned(), right.to_owned()))
+                    }
                     _ => Err(E::custom(format!("`{text}` is not two tokens"))),
                 }
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut pair: A) -> std::result::Result<Merge, A::Error> {
-                let mut next =
-                    |index| pair.next_element()?.ok_or_else(|| serde::de::Error::invalid_length(index, &self));
+            fn visit_seq<A: SeqAccess<'de>>(
+                self,
+                mut pair: A,
+            ) -> std::result::Result<Merge, A::Error> {
+                let mut next = |index| {
+                    pair.next_element()?
+                        .ok_or_else(|| serde::de::Error::invalid_length(index, &self))
+                };
                 let merge = Merge(next(0)?, next(1)?);
                 match pair.next_element::<String>()? {
                     None => Ok(merge),
@@ -140,7 +147,8 @@ impl Tokenizer {
             return Err(TextError::MissingKey { key: "tokenizer.json".to_owned() });
         }
         let bytes = read(&path)?;
-        let json: TokenizerJson = serde_json::from_slice(&bytes).map_err(|error| TextError::bad_json(&path, error))?;
+        let json: TokenizerJson =
+            serde_json::from_slice(&bytes).map_err(|error| TextError::bad_json(&path, error))?;
         let model = model(json.model, &path)?;
         let config = read_optional(&dir.join("tokenizer_config.json"))?;
         let names = read_optional(&dir.join("special_tokens_map.json"))?;
@@ -236,10 +244,7 @@ fn collect_ids(value: &Value, into: &mut BTreeSet<u32>) {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|error| TextError::Io {
-        path: path.to_owned(),
-        error,
-    })
+    std::fs::read(path).map_err(|error| TextError::Io { path: path.to_owned(), error })
 }
 
 /// A JSON file that may be absent.

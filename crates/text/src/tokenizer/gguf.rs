@@ -159,7 +159,8 @@ impl<'a> GgufVocabulary<'a> {
     /// Finds the ends of turns by their text and makes sure that they count as control tokens. A token that the
     /// file calls ordinary is one only if it looks the part: some vocabularies have learnt `</s>` as a word.
     fn find_turn_ends(&mut self) {
-        let ordinary = |id: usize| !matches!(self.types[id], TokenType::Control | TokenType::UserDefined);
+        let ordinary =
+            |id: usize| !matches!(self.types[id], TokenType::Control | TokenType::UserDefined);
         let found: Vec<(u32, &str)> = self
             .tokens
             .iter()
@@ -170,7 +171,11 @@ impl<'a> GgufVocabulary<'a> {
         let has = |text: &str| found.iter().any(|(_, end)| *end == text);
         // In harmony `<|end|>` ends a message, not the turn.
         let harmony = has("<|return|>") && has("<|call|>");
-        self.turn_ends = found.iter().filter(|(_, text)| !(harmony && *text == "<|end|>")).map(|(id, _)| *id).collect();
+        self.turn_ends = found
+            .iter()
+            .filter(|(_, text)| !(harmony && *text == "<|end|>"))
+            .map(|(id, _)| *id)
+            .collect();
         for (id, _) in found {
             self.types[id as usize] = TokenType::Control;
         }

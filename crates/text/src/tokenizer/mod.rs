@@ -274,7 +274,9 @@ impl Tokenizer {
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         match self.0.added.get(&id) {
             // Some SentencePiece vocabularies list runs of spaces as added tokens.
-            Some(text) if !self.is_marker(id) && self.0.style.has_marks() => self.0.style.bytes(text),
+            Some(text) if !self.is_marker(id) && self.0.style.has_marks() => {
+                self.0.style.bytes(text)
+            }
             Some(text) => text.as_bytes().to_vec(),
             None => self.token_name(id).map_or_else(Vec::new, |token| self.0.style.bytes(&token)),
         }
