@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use forebay_models::{VectorRef, WeightRef};
+use forebay_models::WeightRef;
 use forebay_program::{
-    AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Head, LinearOp, Moe, MoeId, Op,
-    Operand, Pass, Program, Routing,
+    AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, Moe,
+    MoeId, Op, Operand, Pass, Program, Routing, Vector,
 };
 use forebay_quant::{MatrixView, PlaneView, Q8Rows};
 use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
@@ -143,7 +143,7 @@ impl CpuBackend {
         let trunk = TrunkImage::load(files, &trunk_extents(&program), io, progress)?;
         let vectors = program.vectors.iter();
         let vectors: Result<Vec<Vec<f32>>, StoreError> =
-            vectors.map(|v| load_vector(files, &v.source, v.plus_one)).collect();
+            vectors.map(|v| load_vector(files, v)).collect();
         let rows = shape.max_rows;
         let tile = expert_tile(&program, rows);
         let inner = program.moes.iter().map(|m| m.intermediate).max().unwrap_or(0);
@@ -274,6 +274,12 @@ impl CpuBackend {
         for (logits, (ids, weights)) in self.arena[range].chunks_exact(e).zip(outputs) {
             ops::route(self.level, logits, moe.score, ids, weights)
                 .map_err(|_| BackendError::RouterNan { layer: moe.layer })?;
+            if let Some(scale) = moe.expert_scale {
+                let scale = &self.vectors[scale.0];
+                for (weight, id) in weights.iter_mut().zip(ids) {
+                    *weight *= scale[*id as usize];
+                }
+            }
         }
         self.by_expert.group(&routing.ids, e);
         Ok(())
@@ -428,7 +434,7 @@ impl Backend for CpuBackend {
 
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) {
         let program = self.program.clone();
-        let Head { norm, weight, pack, .. } = program.head;
+        let Head { norm, weight, pack, softcap, .. } = program.head;
         let w = &program.weights[weight.0];
         let d = w.cols;
         let hidden = self.range(program.hidden, self.max_rows);
@@ -451,11 +457,14 @@ impl Backend for CpuBackend {
             weight: weight_view(&self.trunk, w),
             input,
             rows: matmul::Rows::All(rows.len()),
-            out: OutRows::new(out, w.rows),
+            out: OutRows::new(&mut *out, w.rows),
             bias: None,
         };
         self.bytes_moved += view_bytes(&job.weight);
         matmul::run_jobs(&self.pool, self.level, &[job]);
+        if let Some(cap) = softcap {
+            ops::softcap(&self.pool, self.level, cap, out);
+        }
     }
 
     fn max_logit_rows(&self) -> usize {
@@ -514,7 +523,12 @@ impl CpuBackend {
                     self.arena.get_disjoint_mut([buf_range, angle_range]).expect("apart");
                 let (cos, sin) = angles.split_at(rows * table.inv_freq.len());
                 let x = RowsMut::dense(x, width);
-                ops::apply_rope(&self.pool, self.level, x, *head_dim, table.rotary_dim, cos, sin);
+                let turn = ops::Turn {
+                    head_dim: *head_dim,
+                    rotary_dim: table.rotary_dim,
+                    pairs: table.pairs,
+                };
+                ops::apply_rope(&self.pool, self.level, x, turn, cos, sin);
             }
             Op::StoreKv { kv, k, v } => {
                 let class = self.program.kv_layers[kv.0].class;
@@ -534,6 +548,18 @@ impl CpuBackend {
                 }
             }
             Op::Attention(a) => self.attention(pass, a),
+            Op::Copy { src, dst } => {
+                let (src, dst) = (self.range(*src, rows), self.range(*dst, rows));
+                self.arena.copy_within(src, dst.start);
+            }
+            Op::Scale { buf, factor } => {
+                let factor = match factor {
+                    Factor::Constant(x) => *x,
+                    Factor::Learned(v) => self.vectors[v.0][0],
+                };
+                let range = self.range(*buf, rows);
+                ops::scale(&self.pool, self.level, factor, &mut self.arena[range]);
+            }
             Op::Add { src, dst } => {
                 let (src, dst) = (self.range(*src, rows), self.range(*dst, rows));
                 let [src, dst] = self.arena.get_disjoint_mut([src, dst]).expect("apart");
@@ -652,12 +678,14 @@ fn view_bytes(m: &MatrixView<'_>) -> u64 {
     m.format().matrix_bytes(m.rows(), m.cols()).unwrap_or(0)
 }
 
-fn load_vector(files: &FileSet, v: &VectorRef, plus_one: bool) -> Result<Vec<f32>, StoreError> {
+fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError> {
+    let v = &vector.source;
     let mut bytes = vec![0; v.extent.len as usize];
     files.read_exact_at(v.extent, &mut bytes)?;
     let item = v.format.planes()[0].bytes;
     let mut all = vec![0.0; bytes.len() / item];
     forebay_quant::decode_floats(v.format, &bytes, &mut all);
-    let add = if plus_one { 1.0 } else { 0.0 };
-    Ok(all.into_iter().step_by(v.stride).take(v.len).map(|x| x + add).collect())
+    let add = if vector.plus_one { 1.0 } else { 0.0 };
+    let finish = |x: f32| (x + add) * vector.factor;
+    Ok(all.into_iter().step_by(v.stride).take(v.len).map(finish).collect())
 }

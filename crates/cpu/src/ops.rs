@@ -6,7 +6,7 @@
 //!
 //! Not here: softmax attention ([`crate::attention`]), products with weights ([`crate::matmul`]).
 
-use forebay_models::spec::{Activation, Score};
+use forebay_models::spec::{Activation, RopePairs, Score};
 
 use crate::dispatch::per_level;
 use crate::pool::Pool;
@@ -156,31 +156,39 @@ per_level! {
     }
 }
 
-/// Rotates the first `rotary_dim` dimensions of every head in place, half-split kind: with
-/// `h = rotary_dim / 2` the pair `(a, b) = (x[i], x[i + h])` becomes
+/// How heads are rotated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Dimensions that turn, from a head's first: even, at most `head_dim`.
+    pub rotary_dim: usize,
+    /// Which of them are a pair.
+    pub pairs: RopePairs,
+}
+
+/// Rotates every head in place: with `h = rotary_dim / 2` pair `i` is `(a, b) = (x[i], x[i + h])`, or
+/// `(x[2 i], x[2 i + 1])` where pairs are adjacent; it becomes
 /// `(fma(a, cos, -(b * sin)), fma(b, cos, a * sin))`. `x` `[rows, heads * head_dim]`, `cos` and `sin`
 /// `[rows, h]`.
-pub fn apply_rope(
-    pool: &Pool,
-    level: Level,
-    x: RowsMut,
-    head_dim: usize,
-    rotary_dim: usize,
-    cos: &[f32],
-    sin: &[f32],
-) {
+pub fn apply_rope(pool: &Pool, level: Level, x: RowsMut, turn: Turn, cos: &[f32], sin: &[f32]) {
+    let Turn { head_dim, rotary_dim, pairs } = turn;
     let half = rotary_dim / 2;
     assert!(head_dim > 0 && x.width().is_multiple_of(head_dim));
     assert!(rotary_dim.is_multiple_of(2) && rotary_dim <= head_dim);
     assert!(cos.len() == x.rows() * half && sin.len() == cos.len());
     x.for_each_row(pool, |r, row| {
         let angles = r * half..(r + 1) * half;
-        rotate_row(level, row, head_dim, &cos[angles.clone()], &sin[angles]);
+        let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+        match pairs {
+            RopePairs::Halves => rotate_halves(level, row, head_dim, cos, sin),
+            RopePairs::Adjacent => rotate_adjacent(level, row, head_dim, cos, sin),
+        }
     });
 }
 
 per_level! {
-    fn rotate_row(row: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) = {
+    fn rotate_halves(row: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) = {
         #[inline(always)]
         fn body(row: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
             for head in row.chunks_exact_mut(head_dim) {
@@ -189,6 +197,20 @@ per_level! {
                     let (x, y) = (*a, *b);
                     *a = x.mul_add(*c, -(y * s));
                     *b = y.mul_add(*c, x * s);
+                }
+            }
+        }
+        body
+    }
+}
+per_level! {
+    fn rotate_adjacent(row: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) = {
+        #[inline(always)]
+        fn body(row: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
+            for head in row.chunks_exact_mut(head_dim) {
+                for ((pair, c), s) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+                    let [x, y] = *pair;
+                    *pair = [x.mul_add(*c, -(y * s)), y.mul_add(*c, x * s)];
                 }
             }
         }
@@ -536,32 +558,39 @@ mod tests {
     }
 
     #[test]
-    fn rope_rotates_pairs_across_halves() {
+    fn rope_rotates_pairs() {
         let (rows, heads, hd, rot) = (7, 3, 24, 18);
         let inv_freq: Vec<f32> = (0..rot / 2)
             .map(|i| vecmath::pow_f64(1e4, -2.0 * i as f64 / rot as f64) as f32)
             .collect();
         let positions = [0, 1, 2, 100, 4095, 131_071, 1_000_000];
         let x = random(rows * heads * hd, 5);
-        let got = same_everywhere(|pool, level| {
-            let mut cos = vec![0.0; rows * rot / 2];
-            let mut sin = cos.clone();
-            rope_angles(level, &positions, &inv_freq, 1.25, &mut cos, &mut sin);
-            let mut y = x.clone();
-            apply_rope(pool, level, RowsMut::dense(&mut y, heads * hd), hd, rot, &cos, &sin);
-            y
-        });
-        for (r, position) in positions.into_iter().enumerate() {
-            for h in 0..heads {
-                let at = |i: usize| (r * heads + h) * hd + i;
-                for i in 0..rot / 2 {
-                    let angle = (position as f32 * inv_freq[i]) as f64;
-                    let (s, c) = angle.sin_cos();
-                    let (a, b) = (x[at(i)] as f64, x[at(i + rot / 2)] as f64);
-                    assert!((got[at(i)] as f64 - 1.25 * (a * c - b * s)).abs() < 4e-7);
-                    assert!((got[at(i + rot / 2)] as f64 - 1.25 * (b * c + a * s)).abs() < 4e-7);
+        for pairs in [RopePairs::Halves, RopePairs::Adjacent] {
+            let got = same_everywhere(|pool, level| {
+                let mut cos = vec![0.0; rows * rot / 2];
+                let mut sin = cos.clone();
+                rope_angles(level, &positions, &inv_freq, 1.25, &mut cos, &mut sin);
+                let mut y = x.clone();
+                let turn = Turn { head_dim: hd, rotary_dim: rot, pairs };
+                apply_rope(pool, level, RowsMut::dense(&mut y, heads * hd), turn, &cos, &sin);
+                y
+            });
+            for (r, position) in positions.into_iter().enumerate() {
+                for h in 0..heads {
+                    let at = |i: usize| (r * heads + h) * hd + i;
+                    for i in 0..rot / 2 {
+                        let angle = (position as f32 * inv_freq[i]) as f64;
+                        let (s, c) = angle.sin_cos();
+                        let (first, second) = match pairs {
+                            RopePairs::Halves => (at(i), at(i + rot / 2)),
+                            RopePairs::Adjacent => (at(2 * i), at(2 * i + 1)),
+                        };
+                        let (a, b) = (x[first] as f64, x[second] as f64);
+                        assert!((got[first] as f64 - 1.25 * (a * c - b * s)).abs() < 4e-7);
+                        assert!((got[second] as f64 - 1.25 * (b * c + a * s)).abs() < 4e-7);
+                    }
+                    assert_eq!(got[at(rot)..at(hd)], x[at(rot)..at(hd)]);
                 }
-                assert_eq!(got[at(rot)..at(hd)], x[at(rot)..at(hd)]);
             }
         }
     }

@@ -50,6 +50,7 @@ pub const TOP_K: Field =
 pub struct Config<'a> {
     catalog: &'a Catalog,
     arch: &'a str,
+    defaults: &'static [(&'static str, f64)],
 }
 
 impl<'a> Config<'a> {
@@ -64,7 +65,12 @@ impl<'a> Config<'a> {
         let arch = arch.ok_or_else(|| ModelError::MissingKey {
             key: "general.architecture / model_type".into(),
         })?;
-        Ok(Config { catalog, arch })
+        Ok(Config { catalog, arch, defaults: &[] })
+    }
+
+    /// The same with values for keys that a family's published `config.json` files leave out.
+    pub fn with_defaults(self, defaults: &'static [(&'static str, f64)]) -> Config<'a> {
+        Config { defaults, ..self }
     }
 
     /// The architecture as the checkpoint names it.
@@ -90,7 +96,8 @@ impl<'a> Config<'a> {
         metadata.get(&format!("{}.{key}", self.arch))
     }
 
-    fn number(&self, f: Field) -> Result<Option<(String, f64)>, ModelError> {
+    /// `layer` picks from a GGUF array of one value per layer; without one all of them must agree.
+    fn number(&self, f: Field, layer: Option<usize>) -> Result<Option<(String, f64)>, ModelError> {
         let bad = |key: &str, found: String| ModelError::BadValue {
             key: key.into(),
             found,
@@ -100,13 +107,16 @@ impl<'a> Config<'a> {
             if f.gguf.is_empty() {
                 return Ok(None);
             }
-            return self
-                .gguf(f.gguf)
-                .map(|v| match v.as_f64() {
-                    Some(x) => Ok((f.gguf.to_string(), x)),
-                    None => Err(bad(f.gguf, format!("{v:?}").chars().take(60).collect())),
-                })
-                .transpose();
+            let Some(value) = self.gguf(f.gguf) else { return Ok(None) };
+            let one = match (value.as_array(), layer) {
+                (None, _) => Some(value),
+                (Some(list), Some(l)) => list.get(l),
+                (Some(list), None) => list.first().filter(|v| list.iter().all(|w| w == *v)),
+            };
+            return match one.and_then(|v| v.as_f64()) {
+                Some(x) => Ok(Some((f.gguf.to_string(), x))),
+                None => Err(bad(f.gguf, format!("{value:?}").chars().take(60).collect())),
+            };
         }
         for key in f.hf {
             if let Some(v) = self.json(key) {
@@ -114,7 +124,8 @@ impl<'a> Config<'a> {
                 return Ok(Some((key.to_string(), x)));
             }
         }
-        Ok(None)
+        let default = self.defaults.iter().find(|(key, _)| f.hf.contains(key));
+        Ok(default.map(|(key, x)| (key.to_string(), *x)))
     }
 
     fn missing(&self, f: Field) -> ModelError {
@@ -127,7 +138,16 @@ impl<'a> Config<'a> {
 
     /// An optional count: a whole number from 0 to 2^31.
     pub fn opt_count(&self, f: Field) -> Result<Option<usize>, ModelError> {
-        let Some((key, x)) = self.number(f)? else { return Ok(None) };
+        self.opt_count_at(f, None)
+    }
+
+    /// The same; `layer` picks from a GGUF array of one value per layer.
+    pub fn opt_count_at(
+        &self,
+        f: Field,
+        layer: Option<usize>,
+    ) -> Result<Option<usize>, ModelError> {
+        let Some((key, x)) = self.number(f, layer)? else { return Ok(None) };
         if x.fract() != 0.0 || !(0.0..=2147483648.0).contains(&x) {
             return Err(ModelError::BadValue {
                 key,
@@ -153,7 +173,7 @@ impl<'a> Config<'a> {
 
     /// An optional number.
     pub fn opt_float(&self, f: Field) -> Result<Option<f64>, ModelError> {
-        Ok(self.number(f)?.map(|(_, x)| x))
+        Ok(self.number(f, None)?.map(|(_, x)| x))
     }
 
     /// A number.

@@ -68,6 +68,14 @@ pub enum ModelError {
         /// Comma-separated names of formats that work.
         known: String,
     },
+    /// A small table that the description depends on could not be read.
+    #[error("tensor {name} could not be read: {why}")]
+    Unreadable {
+        /// Its name.
+        name: String,
+        /// What the system said.
+        why: String,
+    },
     /// Tensors that nothing reads.
     #[error(
         "{count} tensors of the checkpoint are not understood, the first is {first}; computing without them would give wrong answers"
@@ -88,6 +96,7 @@ impl ModelError {
             | ModelError::Unsupported { .. }
             | ModelError::UnsupportedType { .. }
             | ModelError::UnreadTensors { .. } => "Unsupported",
+            ModelError::Unreadable { .. } => "Io",
             ModelError::MissingKey { .. } => "MissingKey",
             ModelError::BadValue { .. } => "BadValue",
             ModelError::MissingTensor { .. } => "MissingTensor",

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::config::{Config, Field};
 use crate::error::ModelError;
-use crate::spec::Rope;
+use crate::spec::{Rope, RopePairs};
 
 const THETA: Field = Field { hf: &["rope_theta"], gguf: "rope.freq_base" };
 
@@ -37,6 +37,16 @@ pub enum Scaling {
         /// Factor on cos and sin; none: `0.1 ln(factor) + 1`.
         attention_factor: Option<f64>,
     },
+    /// Gemma 4: the first `fraction` of the pairs turn with frequencies of the whole head's width, the rest
+    /// stands still.
+    Proportional {
+        /// Part of the pairs that turns.
+        fraction: f64,
+        /// The divisor.
+        factor: f64,
+    },
+    /// Divisors of the frequencies that a converter computed, one per pair (`rope_freqs` of GGUF files).
+    Divisors(Vec<f32>),
     /// Llama 3.
     Llama3 {
         /// Divisor of low frequencies.
@@ -108,6 +118,10 @@ impl RopeConfig {
                     .unwrap_or(true),
                 attention_factor: get("attention_factor"),
             },
+            "proportional" => Scaling::Proportional {
+                fraction: get("partial_rotary_factor").unwrap_or(1.0),
+                factor: get("factor").unwrap_or(1.0),
+            },
             "llama3" => Scaling::Llama3 {
                 factor: need("factor")?,
                 low_freq_factor: need("low_freq_factor")?,
@@ -119,8 +133,20 @@ impl RopeConfig {
         RopeConfig { theta, scaling }.checked()
     }
 
+    /// Plain rope of base `theta`.
+    pub fn plain(theta: f64) -> Result<RopeConfig, ModelError> {
+        RopeConfig { theta, scaling: Scaling::None }.checked()
+    }
+
+    /// Takes the divisors of a converter's table, which hold all scaling.
+    pub fn with_divisors(mut self, divisors: Vec<f32>) -> Result<RopeConfig, ModelError> {
+        self.scaling = Scaling::Divisors(divisors);
+        self.checked()
+    }
+
     fn from_gguf(cfg: &Config<'_>) -> Result<RopeConfig, ModelError> {
-        let theta = cfg.float(THETA)?;
+        // Converters leave the key out where it is 10,000.
+        let theta = cfg.opt_float(THETA)?.unwrap_or(10_000.0);
         let get = |gguf: &'static str| cfg.opt_float(Field { hf: &[], gguf });
         let need = |gguf: &'static str| cfg.float(Field { hf: &[], gguf });
         let kind = cfg.gguf("rope.scaling.type").and_then(|v| v.as_str()).unwrap_or("none");
@@ -154,6 +180,15 @@ impl RopeConfig {
         match &self.scaling {
             Scaling::None => {}
             Scaling::Linear { factor } => positive("rope factor", *factor)?,
+            Scaling::Proportional { fraction, factor } => {
+                positive("rope factor", *factor)?;
+                positive("partial_rotary_factor", *fraction)?;
+            }
+            Scaling::Divisors(list) => {
+                for d in list {
+                    positive("rope_freqs.weight", *d as f64)?;
+                }
+            }
             Scaling::Yarn { factor, original_context, beta_fast, beta_slow, .. } => {
                 positive("rope factor", *factor)?;
                 positive("rope original context", *original_context)?;
@@ -179,6 +214,12 @@ impl RopeConfig {
         let (inv_freq, attention_factor): (Vec<f64>, f64) = match &self.scaling {
             Scaling::None => ((0..n).map(plain).collect(), 1.0),
             Scaling::Linear { factor } => ((0..n).map(|i| plain(i) / factor).collect(), 1.0),
+            Scaling::Proportional { fraction, factor } => {
+                let turning = (fraction * dim / 2.0).floor() as usize;
+                let f = (0..n).map(|i| if i < turning { plain(i) / factor } else { 0.0 });
+                (f.collect(), 1.0)
+            }
+            Scaling::Divisors(list) => ((0..n).map(|i| plain(i) / list[i] as f64).collect(), 1.0),
             Scaling::Yarn { factor, attention_factor, .. } => {
                 let (low, high) = self.yarn_ramp(rotary_dim).expect("scaling is YaRN");
                 let f = (0..n).map(|i| {
@@ -209,6 +250,7 @@ impl RopeConfig {
             rotary_dim,
             inv_freq: inv_freq.into_iter().map(|f| f as f32).collect(),
             attention_factor: attention_factor as f32,
+            pairs: RopePairs::Halves,
         }
     }
 
@@ -238,7 +280,7 @@ impl RopeConfig {
 fn unsupported_kind(kind: &str) -> ModelError {
     ModelError::Unsupported {
         what: format!("rope kind {kind:?}"),
-        detail: "known kinds are default, linear, yarn, llama3".into(),
+        detail: "known kinds are default, linear, yarn, llama3, proportional".into(),
     }
 }
 

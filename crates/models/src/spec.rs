@@ -65,6 +65,8 @@ pub struct Norm {
     pub eps: f32,
     /// Weight is stored as `w - 1`.
     pub plus_one: bool,
+    /// Constant that multiplies the weight (1 in most places); without a weight it must be 1.
+    pub factor: f32,
 }
 
 /// `y = W x (+ b)`.
@@ -76,6 +78,15 @@ pub struct Linear {
     pub bias: Option<VectorRef>,
 }
 
+/// Which two dimensions of a head turn together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopePairs {
+    /// `(i, i + rotary_dim / 2)`.
+    Halves,
+    /// `(2 i, 2 i + 1)`: GGUF files of Llama models hold q and k rows permuted for it.
+    Adjacent,
+}
+
 /// How rotary angles are made.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
@@ -85,6 +96,8 @@ pub struct Rope {
     pub inv_freq: Vec<f32>,
     /// Factor on cos and sin (YaRN).
     pub attention_factor: f32,
+    /// Which dimensions are a pair.
+    pub pairs: RopePairs,
 }
 
 /// Index into [`ModelSpec::ropes`].
@@ -114,7 +127,7 @@ pub struct Attention {
     pub k_norm: Option<Norm>,
     /// Per-head norm of v.
     pub v_norm: Option<Norm>,
-    /// Rotary embedding, half-split kind.
+    /// Rotary embedding.
     pub rope: Option<RopeId>,
     /// Sliding window: keys `j` with `0 <= i - j < window`.
     pub window: Option<usize>,
@@ -181,6 +194,10 @@ pub struct Router {
     pub top_k: usize,
     /// Score function.
     pub score: Score,
+    /// Norm of the residual stream that makes the router's own input; none: the branch's normed input.
+    pub input_norm: Option<Norm>,
+    /// `[E]`: factor on the weight of each expert after the score function.
+    pub expert_scale: Option<VectorRef>,
 }
 
 /// The three matrices of one expert.
@@ -225,17 +242,21 @@ pub struct DenseBranch {
     pub norm: Norm,
     /// The MLP.
     pub mlp: Mlp,
+    /// Norm of the branch's output.
+    pub post_norm: Option<Norm>,
 }
 
 /// A routed branch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoutedBranch {
-    /// Norm of the branch's input (router and experts).
+    /// Norm of the branch's input (experts, and the router unless it has a norm of its own).
     pub norm: Norm,
     /// Router.
     pub router: Router,
     /// Experts.
     pub experts: Experts,
+    /// Norm of the branch's output.
+    pub post_norm: Option<Norm>,
 }
 
 /// Feed-forward of a layer: one branch or the sum of both.
@@ -245,17 +266,23 @@ pub struct FeedForward {
     pub dense: Option<DenseBranch>,
     /// Routed part.
     pub routed: Option<RoutedBranch>,
+    /// Norm of the sum of the branches.
+    pub post_norm: Option<Norm>,
 }
 
-/// One decoder layer: `x += mixer(norm(x)); x += ffn(norm(x))`.
+/// One decoder layer: `x += post_norm(mixer(norm(x))); x += ffn(x); x *= output_scale`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
     /// Norm before the mixer.
     pub mixer_norm: Norm,
     /// Mixer.
     pub mixer: Mixer,
+    /// Norm of the mixer's output.
+    pub mixer_post_norm: Option<Norm>,
     /// Feed-forward.
     pub ffn: FeedForward,
+    /// `[1]`: factor on the residual stream at the layer's end.
+    pub output_scale: Option<VectorRef>,
 }
 
 /// A model, described.
@@ -271,12 +298,16 @@ pub struct ModelSpec {
     pub context_length: usize,
     /// `[vocab, d]`
     pub embedding: WeightRef,
+    /// Factor on embedding rows, in f32; none: 1.
+    pub embedding_scale: Option<f32>,
     /// Layers.
     pub layers: Vec<Layer>,
     /// Last norm.
     pub final_norm: Norm,
     /// `[vocab, d]`; none: tied to the embedding.
     pub head: Option<WeightRef>,
+    /// Logits become `cap * tanh(logit / cap)`.
+    pub logit_softcap: Option<f32>,
     /// Rotary tables.
     pub ropes: Vec<Rope>,
     /// Ids that end generation: the union of all places that name some.

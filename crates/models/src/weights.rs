@@ -7,6 +7,8 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
 
 use forebay_files::{Catalog, Dtype, Source, TensorInfo};
@@ -300,7 +302,31 @@ impl<'a> Weights<'a> {
 
     /// An RMSNorm with plain weight `[len]`.
     pub fn norm(&self, name: Name, l: usize, len: usize, eps: f32) -> Result<Norm, ModelError> {
-        Ok(Norm { weight: Some(self.vector(name, l, len)?), eps, plus_one: false })
+        let weight = Some(self.vector(name, l, len)?);
+        Ok(Norm { weight, eps, plus_one: false, factor: 1.0 })
+    }
+
+    /// The first of `names` that is there, or the first of all.
+    pub fn any(&self, names: &[Name], l: usize) -> Name {
+        names.iter().copied().find(|n| self.has(*n, l)).unwrap_or(names[0])
+    }
+
+    /// The numbers of a small F32 table that a converter wrote and that decides the description itself
+    /// (`rope_freqs`): `[len]`. None when it is not there.
+    pub fn table(&self, name: Name, len: usize) -> Result<Option<Vec<f32>>, ModelError> {
+        let base = self.full(name, 0, 0);
+        let Some(t) = self.take(&format!("{base}.weight")) else { return Ok(None) };
+        expect_dtype(t, Dtype::F32)?;
+        expect_shape(t, &[len])?;
+        let mut bytes = vec![0; len * 4];
+        let file = &self.catalog.files[t.file as usize].path;
+        let read = File::open(file).and_then(|mut f| {
+            f.seek(SeekFrom::Start(t.offset))?;
+            f.read_exact(&mut bytes)
+        });
+        read.map_err(|e| ModelError::Unreadable { name: t.name.clone(), why: e.to_string() })?;
+        let numbers = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
+        Ok(Some(numbers.collect()))
     }
 
     /// Row `i` of a stack of vectors `[count, len]`: elements `first, first + step, …`.

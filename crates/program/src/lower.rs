@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use forebay_models::{
-    Attention, DenseBranch, Linear, Mixer, ModelSpec, Norm, RoutedBranch, VectorRef, WeightRef,
+    Attention, DenseBranch, Layer, Linear, Mixer, ModelSpec, Norm, RoutedBranch, VectorRef,
+    WeightRef,
 };
 use forebay_quant::{ActOrder, Format};
 
@@ -22,12 +23,19 @@ pub fn lower(spec: &ModelSpec, precision: Precision) -> Program {
         })
         .collect();
     l.touch(hidden);
+    if let Some(scale) = spec.embedding_scale {
+        l.push(Op::Scale { buf: hidden, factor: Factor::Constant(scale) });
+    }
     for (index, layer) in spec.layers.iter().enumerate() {
         match &layer.mixer {
-            Mixer::Attention(a) => l.attention(a, &layer.mixer_norm, hidden, &angles),
+            Mixer::Attention(a) => l.attention(a, layer, hidden, &angles),
             other => unreachable!("lowering of {other:?} is not written"),
         }
         l.feed_forward(index, layer, hidden);
+        if let Some(scale) = &layer.output_scale {
+            let scale = l.vector(scale, false, 1.0);
+            l.push(Op::Scale { buf: hidden, factor: Factor::Learned(scale) });
+        }
     }
     for buffer in angles.iter().chain([&hidden]) {
         l.touch(*buffer);
@@ -93,13 +101,13 @@ impl<'a> Lowering<'a> {
         WeightId(self.weights.len() - 1)
     }
 
-    fn vector(&mut self, source: &VectorRef, plus_one: bool) -> VectorId {
-        self.vectors.push(Vector { source: source.clone(), plus_one });
+    fn vector(&mut self, source: &VectorRef, plus_one: bool, factor: f32) -> VectorId {
+        self.vectors.push(Vector { source: source.clone(), plus_one, factor });
         VectorId(self.vectors.len() - 1)
     }
 
     fn norm(&mut self, n: &Norm) -> NormParams {
-        let weight = n.weight.as_ref().map(|w| self.vector(w, n.plus_one));
+        let weight = n.weight.as_ref().map(|w| self.vector(w, n.plus_one, n.factor));
         NormParams { weight, eps: n.eps }
     }
 
@@ -108,6 +116,13 @@ impl<'a> Lowering<'a> {
         let dst = self.buffer(self.lives[src.0].width);
         self.push(Op::RmsNorm { src, dst, norm });
         dst
+    }
+
+    fn norm_in_place(&mut self, buf: BufferId, n: &Option<Norm>) {
+        if let Some(n) = n {
+            let norm = self.norm(n);
+            self.push(Op::RmsNorm { src: buf, dst: buf, norm });
+        }
     }
 
     /// Order of packing for products with `format`, or none when they take f32 rows.
@@ -151,7 +166,7 @@ impl<'a> Lowering<'a> {
         let dst = parts.map(|p| self.buffer(p.weight.rows));
         let ops = (0..N).map(|i| LinearOp {
             weight: self.weight(&parts[i].weight),
-            bias: parts[i].bias.as_ref().map(|b| self.vector(b, false)),
+            bias: parts[i].bias.as_ref().map(|b| self.vector(b, false, 1.0)),
             src: operands[i],
             dst: dst[i],
         });
@@ -160,14 +175,19 @@ impl<'a> Lowering<'a> {
         dst
     }
 
-    fn attention(&mut self, a: &Attention, norm: &Norm, hidden: BufferId, angles: &[BufferId]) {
-        let x = self.normed(hidden, norm);
+    fn attention(&mut self, a: &Attention, layer: &Layer, hidden: BufferId, angles: &[BufferId]) {
+        let x = self.normed(hidden, &layer.mixer_norm);
         let (q, k, v) = match &a.v {
             Some(v) => {
                 let [q, k, v] = self.linears(x, [&a.q, &a.k, v]);
                 (q, k, v)
             }
-            None => unreachable!("no family here takes values from keys yet"),
+            None => {
+                let [q, k] = self.linears(x, [&a.q, &a.k]);
+                let v = self.buffer(self.lives[k.0].width);
+                self.push(Op::Copy { src: k, dst: v });
+                (q, k, v)
+            }
         };
         let head_dim = a.head_dim;
         for (buf, norm) in [(q, &a.q_norm), (k, &a.k_norm), (v, &a.v_norm)] {
@@ -192,7 +212,7 @@ impl<'a> Lowering<'a> {
         self.kv_layers.push(KvLayer { n_kv_heads: a.n_kv_heads, head_dim: a.head_dim, class });
         self.push(Op::StoreKv { kv, k, v });
         let dst = self.buffer(a.n_heads * a.head_dim);
-        let sinks = a.sinks.as_ref().map(|s| self.vector(s, false));
+        let sinks = a.sinks.as_ref().map(|s| self.vector(s, false, 1.0));
         self.push(Op::Attention(AttentionOp {
             kv,
             q,
@@ -203,14 +223,20 @@ impl<'a> Lowering<'a> {
             sinks,
         }));
         let [out] = self.linears(dst, [&a.o]);
+        self.norm_in_place(out, &layer.mixer_post_norm);
         self.push(Op::Add { src: out, dst: hidden });
     }
 
-    fn feed_forward(&mut self, layer: usize, l: &forebay_models::Layer, hidden: BufferId) {
+    fn feed_forward(&mut self, layer: usize, l: &Layer, hidden: BufferId) {
         match (&l.ffn.routed, &l.ffn.dense) {
-            (Some(routed), dense) => self.routed(layer, routed, dense.as_ref(), hidden),
+            (Some(routed), dense) => {
+                let out = self.routed(layer, routed, dense.as_ref(), hidden);
+                self.norm_in_place(out, &l.ffn.post_norm);
+                self.push(Op::Add { src: out, dst: hidden });
+            }
             (None, Some(dense)) => {
                 let out = self.dense(dense, hidden);
+                self.norm_in_place(out, &l.ffn.post_norm);
                 self.push(Op::Add { src: out, dst: hidden });
             }
             (None, None) => {}
@@ -222,6 +248,7 @@ impl<'a> Lowering<'a> {
         let [gate, up] = self.linears(x, [&branch.mlp.gate, &branch.mlp.up]);
         self.push(Op::Glu { gate, up, dst: gate, activation: branch.mlp.activation });
         let [out] = self.linears(gate, [&branch.mlp.down]);
+        self.norm_in_place(out, &branch.post_norm);
         out
     }
 
@@ -231,14 +258,23 @@ impl<'a> Lowering<'a> {
         r: &RoutedBranch,
         dense: Option<&DenseBranch>,
         hidden: BufferId,
-    ) {
+    ) -> BufferId {
         let first = &r.experts.weights[0];
         let x = self.normed(hidden, &r.norm);
+        let router_x = match &r.router.input_norm {
+            Some(n) => self.normed(hidden, n),
+            None => x,
+        };
         // The router always sees f32 rows.
         let logits = self.buffer(r.router.weight.weight.rows);
         let weight = self.weight(&r.router.weight.weight);
-        let bias = r.router.weight.bias.as_ref().map(|b| self.vector(b, false));
-        self.push(Op::Linears(vec![LinearOp { weight, bias, src: Operand::F32(x), dst: logits }]));
+        let bias = r.router.weight.bias.as_ref().map(|b| self.vector(b, false, 1.0));
+        self.push(Op::Linears(vec![LinearOp {
+            weight,
+            bias,
+            src: Operand::F32(router_x),
+            dst: logits,
+        }]));
         // Gate and up of an expert share one input; a mixture of formats with different orders in
         // one expert would need two packs, which no published model has.
         let input = match self.order(first.gate.format) {
@@ -248,9 +284,10 @@ impl<'a> Lowering<'a> {
         let moe = MoeId(self.moes.len());
         self.push(Op::Route { logits, moe });
         let out = self.buffer(r.router.top_k * self.spec.hidden_size);
+        let expert_scale = r.router.expert_scale.as_ref().map(|s| self.vector(s, false, 1.0));
         let biases = r.experts.biases.iter();
         let biases =
-            biases.map(|b| [&b.gate, &b.up, &b.down].map(|v| self.vector(v, false))).collect();
+            biases.map(|b| [&b.gate, &b.up, &b.down].map(|v| self.vector(v, false, 1.0))).collect();
         self.moes.push(Moe {
             layer,
             n_experts: r.experts.weights.len(),
@@ -261,6 +298,7 @@ impl<'a> Lowering<'a> {
             hidden_size: self.spec.hidden_size,
             activation: r.experts.activation,
             hidden_order: self.order(first.down.format),
+            expert_scale,
             biases,
             out,
         });
@@ -276,10 +314,11 @@ impl<'a> Lowering<'a> {
         let sum = self.buffer(self.spec.hidden_size);
         self.push(Op::Combine { moe, dst: sum });
         self.touch(out);
+        self.norm_in_place(sum, &r.post_norm);
         if let Some(src) = dense_out {
             self.push(Op::Add { src, dst: sum });
         }
-        self.push(Op::Add { src: sum, dst: hidden });
+        sum
     }
 
     fn finish(mut self, hidden: BufferId) -> Program {
@@ -287,7 +326,13 @@ impl<'a> Lowering<'a> {
         let norm = self.norm(&spec.final_norm);
         let head = spec.head.as_ref().unwrap_or(&spec.embedding);
         let weight = self.weight(head);
-        let head = Head { norm, weight, pack: self.order(head.format), tied: spec.head.is_none() };
+        let head = Head {
+            norm,
+            weight,
+            pack: self.order(head.format),
+            tied: spec.head.is_none(),
+            softcap: spec.logit_softcap,
+        };
         let (offsets, scratch_width) = scratch::plan(&self.lives);
         let buffers = self.lives.iter().zip(offsets);
         Program {
@@ -313,8 +358,10 @@ impl Op {
     fn buffers(&self) -> Vec<BufferId> {
         match self {
             Op::RopeAngles { dst, .. } => vec![*dst],
-            Op::RmsNorm { src, dst, .. } | Op::Add { src, dst } => vec![*src, *dst],
-            Op::HeadNorm { buf, .. } => vec![*buf],
+            Op::RmsNorm { src, dst, .. } | Op::Add { src, dst } | Op::Copy { src, dst } => {
+                vec![*src, *dst]
+            }
+            Op::HeadNorm { buf, .. } | Op::Scale { buf, .. } => vec![*buf],
             Op::Pack { src, .. } => vec![*src],
             Op::Linears(list) => list
                 .iter()

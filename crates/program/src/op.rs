@@ -54,6 +54,15 @@ pub struct NormParams {
     pub eps: f32,
 }
 
+/// A number that multiplies a whole buffer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Factor {
+    /// Known from the description.
+    Constant(f32),
+    /// A vector of one element.
+    Learned(VectorId),
+}
+
 /// Input of a matrix product.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Operand {
@@ -133,7 +142,7 @@ pub enum Op {
     },
     /// Matrix products that do not depend on each other.
     Linears(Vec<LinearOp>),
-    /// Rotates heads in place, half-split kind.
+    /// Rotates heads in place.
     Rope {
         /// `[rows, n_heads * hd]`
         buf: BufferId,
@@ -155,6 +164,20 @@ pub enum Op {
     },
     /// Attention.
     Attention(AttentionOp),
+    /// `dst = src`, widths equal.
+    Copy {
+        /// Input.
+        src: BufferId,
+        /// Output.
+        dst: BufferId,
+    },
+    /// `buf *= factor`, every element.
+    Scale {
+        /// In place.
+        buf: BufferId,
+        /// The factor.
+        factor: Factor,
+    },
     /// `dst += src`
     Add {
         /// Summand.
@@ -210,6 +233,8 @@ pub struct Moe {
     pub activation: Activation,
     /// Whether the inner activations are packed to 8 bits before the down projection, and how.
     pub hidden_order: Option<ActOrder>,
+    /// `[E]`: factor on an expert's routing weight.
+    pub expert_scale: Option<VectorId>,
     /// Per expert: gate, up, down; or empty.
     pub biases: Vec<[VectorId; 3]>,
     /// Output of each chosen expert `[rows, top_k * d]`.
@@ -267,6 +292,8 @@ pub struct Vector {
     pub source: VectorRef,
     /// Add 1 to every element when loading.
     pub plus_one: bool,
+    /// Then multiply by this.
+    pub factor: f32,
 }
 
 /// A lowered model.
@@ -311,4 +338,6 @@ pub struct Head {
     pub pack: Option<ActOrder>,
     /// The embedding, when it is resident because the head is tied to it.
     pub tied: bool,
+    /// `cap * tanh(logit / cap)`.
+    pub softcap: Option<f32>,
 }

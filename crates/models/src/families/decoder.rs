@@ -3,7 +3,7 @@
 
 use crate::config::{self, Config};
 use crate::error::ModelError;
-use crate::spec::{Activation, Attention, ExpertWeights, Experts, ModelSpec, Norm, Rope};
+use crate::spec::{Activation, Attention, ExpertWeights, Experts, Mlp, ModelSpec, Norm, Rope};
 use crate::weights::{Name, Weights};
 
 const fn name(hf: &'static str, gguf: &'static str) -> Name {
@@ -14,9 +14,10 @@ pub const EMBEDDING: Name = name("embed_tokens", "token_embd");
 pub const HEAD: Name = name("/lm_head", "output");
 pub const FINAL_NORM: Name = name("norm", "output_norm");
 pub const MIXER_NORM: Name = name("layers.{l}.input_layernorm", "blk.{l}.attn_norm");
+pub const ROPE_FREQS: Name = name("-", "rope_freqs");
 const Q: Name = name("layers.{l}.self_attn.q_proj", "blk.{l}.attn_q");
 const K: Name = name("layers.{l}.self_attn.k_proj", "blk.{l}.attn_k");
-const V: Name = name("layers.{l}.self_attn.v_proj", "blk.{l}.attn_v");
+pub const V: Name = name("layers.{l}.self_attn.v_proj", "blk.{l}.attn_v");
 const O: Name = name("layers.{l}.self_attn.o_proj", "blk.{l}.attn_output");
 pub const Q_NORM: Name = name("layers.{l}.self_attn.q_norm", "blk.{l}.attn_q_norm");
 pub const K_NORM: Name = name("layers.{l}.self_attn.k_norm", "blk.{l}.attn_k_norm");
@@ -25,6 +26,7 @@ pub const MLP_UP: Name = name("layers.{l}.mlp.up_proj", "blk.{l}.ffn_up");
 pub const MLP_DOWN: Name = name("layers.{l}.mlp.down_proj", "blk.{l}.ffn_down");
 
 /// Sizes that every decoder has.
+#[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub layers: usize,
     pub d: usize,
@@ -40,33 +42,46 @@ impl Shape {
     pub fn read(cfg: &Config<'_>, catalog: &forebay_files::Catalog) -> Result<Shape, ModelError> {
         let d = cfg.count(config::HIDDEN)?;
         let n_heads = cfg.count(config::HEADS)?;
-        let n_kv_heads = cfg.opt_count(config::KV_HEADS)?.unwrap_or(n_heads);
+        // A family whose layers differ asks for the others itself.
+        let n_kv_heads = cfg.opt_count_at(config::KV_HEADS, Some(0))?.unwrap_or(n_heads);
         let bad = |key: &str, found: usize, expected: String| ModelError::BadValue {
             key: key.into(),
             found: found.to_string(),
             expected,
         };
-        if n_kv_heads == 0 || n_heads % n_kv_heads != 0 {
-            return Err(bad("num_key_value_heads", n_kv_heads, format!("a divisor of {n_heads}")));
-        }
         let head_dim = cfg.opt_count(config::HEAD_DIM)?.unwrap_or(d / n_heads);
-        if head_dim == 0 || head_dim % 2 != 0 || head_dim > 1024 {
-            return Err(bad("head_dim", head_dim, "an even number up to 1024".into()));
-        }
         let layers = cfg.count(config::LAYERS)?;
         if layers > 1024 {
             return Err(bad("num_hidden_layers", layers, "at most 1024".into()));
         }
-        Ok(Shape {
+        let shape = Shape {
             layers,
             d,
             vocab: vocab_size(cfg, catalog)?,
             context: cfg.count(config::CONTEXT)?,
             n_heads,
-            n_kv_heads,
-            head_dim,
+            n_kv_heads: 1,
+            head_dim: 2,
             eps: cfg.float(config::RMS_EPS)? as f32,
-        })
+        };
+        shape.with_heads(n_kv_heads, head_dim)
+    }
+
+    /// The same with other heads, for layers that differ.
+    pub fn with_heads(self, n_kv_heads: usize, head_dim: usize) -> Result<Shape, ModelError> {
+        let bad = |key: &str, found: usize, expected: String| ModelError::BadValue {
+            key: key.into(),
+            found: found.to_string(),
+            expected,
+        };
+        if n_kv_heads == 0 || self.n_heads % n_kv_heads != 0 {
+            let expected = format!("a divisor of {}", self.n_heads);
+            return Err(bad("num_key_value_heads", n_kv_heads, expected));
+        }
+        if head_dim == 0 || head_dim % 2 != 0 || head_dim > 1024 {
+            return Err(bad("head_dim", head_dim, "an even number up to 1024".into()));
+        }
+        Ok(Shape { n_kv_heads, head_dim, ..self })
     }
 }
 
@@ -85,6 +100,16 @@ fn vocab_size(cfg: &Config<'_>, catalog: &forebay_files::Catalog) -> Result<usiz
 
 /// Attention with plain q, k, v, o projections (biases where the checkpoint has them).
 pub fn attention(w: &Weights<'_>, s: &Shape, l: usize) -> Result<Attention, ModelError> {
+    attention_of(w, s, l, true)
+}
+
+/// The same; without `values` a layer's values are its raw keys, and it has no v projection.
+pub fn attention_of(
+    w: &Weights<'_>,
+    s: &Shape,
+    l: usize,
+    values: bool,
+) -> Result<Attention, ModelError> {
     let (q_width, kv_width) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
     Ok(Attention {
         n_heads: s.n_heads,
@@ -92,7 +117,7 @@ pub fn attention(w: &Weights<'_>, s: &Shape, l: usize) -> Result<Attention, Mode
         head_dim: s.head_dim,
         q: w.linear(Q, l, q_width, s.d)?,
         k: w.linear(K, l, kv_width, s.d)?,
-        v: Some(w.linear(V, l, kv_width, s.d)?),
+        v: values.then(|| w.linear(V, l, kv_width, s.d)).transpose()?,
         o: w.linear(O, l, s.d, q_width)?,
         q_norm: None,
         k_norm: None,
@@ -108,26 +133,26 @@ pub fn attention(w: &Weights<'_>, s: &Shape, l: usize) -> Result<Attention, Mode
 pub struct ExpertNames {
     /// Fused gate and up, `[E, 2 I, d]`, stacked; how rows are split is the family's choice.
     pub fused: Name,
-    /// Stacked `[E, I, d]` (GGUF, and two MLX spellings).
-    pub gate: [Name; 2],
-    pub up: [Name; 2],
+    /// Stacked `[E, I, d]`, in any spelling (GGUF, MLX).
+    pub gate: &'static [Name],
+    pub up: &'static [Name],
     /// Stacked `[E, d, I]`.
-    pub down: [Name; 2],
+    pub down: &'static [Name],
     /// One by one, `{e}`.
     pub single: [Name; 3],
 }
 
 pub const EXPERTS: ExpertNames = ExpertNames {
     fused: name("layers.{l}.mlp.experts.gate_up_proj", "blk.{l}.ffn_gate_up_exps"),
-    gate: [
+    gate: &[
         name("layers.{l}.mlp.switch_mlp.gate_proj", "blk.{l}.ffn_gate_exps"),
         name("layers.{l}.mlp.experts.gate_proj", "blk.{l}.ffn_gate_exps"),
     ],
-    up: [
+    up: &[
         name("layers.{l}.mlp.switch_mlp.up_proj", "blk.{l}.ffn_up_exps"),
         name("layers.{l}.mlp.experts.up_proj", "blk.{l}.ffn_up_exps"),
     ],
-    down: [
+    down: &[
         name("layers.{l}.mlp.switch_mlp.down_proj", "blk.{l}.ffn_down_exps"),
         name("layers.{l}.mlp.experts.down_proj", "blk.{l}.ffn_down_exps"),
     ],
@@ -156,9 +181,6 @@ pub fn experts(
     fused: FusedRows,
     activation: Activation,
 ) -> Result<Experts, ModelError> {
-    let first = |candidates: &[Name]| {
-        candidates.iter().copied().find(|n| w.has(*n, l)).unwrap_or(candidates[0])
-    };
     let mut weights = Vec::with_capacity(e);
     if w.has(names.single[0], l) {
         for x in 0..e {
@@ -170,7 +192,7 @@ pub fn experts(
             });
         }
     } else {
-        let down = w.stack(first(&names.down), l, 0, [e, d, i])?;
+        let down = w.stack(w.any(names.down, l), l, 0, [e, d, i])?;
         if w.has(names.fused, l) {
             let gate_up = w.stack(names.fused, l, 0, [e, 2 * i, d])?;
             let (up_first, step) = match fused {
@@ -183,8 +205,8 @@ pub fn experts(
                 down: down.matrix(x),
             }));
         } else {
-            let gate = w.stack(first(&names.gate), l, 0, [e, i, d])?;
-            let up = w.stack(first(&names.up), l, 0, [e, i, d])?;
+            let gate = w.stack(w.any(names.gate, l), l, 0, [e, i, d])?;
+            let up = w.stack(w.any(names.up, l), l, 0, [e, i, d])?;
             weights.extend((0..e).map(|x| ExpertWeights {
                 gate: gate.matrix(x),
                 up: up.matrix(x),
@@ -193,6 +215,80 @@ pub fn experts(
         }
     }
     Ok(Experts { intermediate: i, activation, weights, biases: Vec::new() })
+}
+
+/// A dense gated MLP of width `inner` (biases where the checkpoint has them).
+pub fn mlp(
+    w: &Weights<'_>,
+    s: &Shape,
+    l: usize,
+    inner: usize,
+    activation: Activation,
+) -> Result<Mlp, ModelError> {
+    Ok(Mlp {
+        gate: w.linear(MLP_GATE, l, inner, s.d)?,
+        up: w.linear(MLP_UP, l, inner, s.d)?,
+        down: w.linear(MLP_DOWN, l, s.d, inner)?,
+        activation,
+    })
+}
+
+/// The activation that a folder's config names; `default` where it names none, and in GGUF files, which
+/// have no key for it.
+pub fn activation(cfg: &Config<'_>, default: Activation) -> Result<Activation, ModelError> {
+    let named = cfg.json("hidden_activation").or_else(|| cfg.json("hidden_act"));
+    match named.map(|v| v.as_str().unwrap_or_default()) {
+        None => Ok(default),
+        Some("silu" | "swish") => Ok(Activation::Silu),
+        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
+        Some(other) => Err(ModelError::Unsupported {
+            what: format!("activation {other:?}"),
+            detail: "known are silu and gelu_pytorch_tanh".into(),
+        }),
+    }
+}
+
+/// Per layer, whether its attention slides: `layer_types`, GGUF's pattern key, or `default`.
+pub fn sliding(
+    cfg: &Config<'_>,
+    layers: usize,
+    default: impl Fn(usize) -> bool,
+) -> Result<Vec<bool>, ModelError> {
+    let bad = |key: String, found: String, expected: &str| ModelError::BadValue {
+        key,
+        found,
+        expected: expected.into(),
+    };
+    let key = "attention.sliding_window_pattern";
+    if let Some(v) = cfg.gguf(key) {
+        let list = v.as_array().unwrap_or(std::slice::from_ref(v));
+        return match list {
+            [one] if v.as_array().is_none() && one.as_u64().is_some_and(|n| n > 0) => {
+                let every = one.as_u64().expect("is a number") as usize;
+                Ok((0..layers).map(|l| (l + 1) % every != 0).collect())
+            }
+            list if list.len() >= layers => (0..layers)
+                .map(|l| {
+                    list[l].as_bool().ok_or_else(|| bad(key.into(), "no flag".into(), "flags"))
+                })
+                .collect(),
+            _ => Err(bad(key.into(), format!("{} values", list.len()), "one for each layer")),
+        };
+    }
+    let Some(types) = cfg.json("layer_types") else {
+        return Ok((0..layers).map(default).collect());
+    };
+    (0..layers)
+        .map(|l| match types.get(l).and_then(|t| t.as_str()) {
+            Some("sliding_attention") => Ok(true),
+            Some("full_attention") => Ok(false),
+            other => Err(bad(
+                format!("layer_types[{l}]"),
+                format!("{other:?}"),
+                "sliding_attention or full_attention",
+            )),
+        })
+        .collect()
 }
 
 /// Experts per token, checked against their number.
@@ -226,9 +322,11 @@ pub fn model(
         vocab_size: s.vocab,
         context_length: s.context,
         embedding,
+        embedding_scale: None,
         layers,
         final_norm,
         head,
+        logit_softcap: None,
         ropes,
         eos_ids: cfg.eos_ids(),
         notes,

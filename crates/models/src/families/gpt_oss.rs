@@ -43,7 +43,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
         None => cfg.count(config::INTERMEDIATE)?,
     };
     let window = cfg.count(config::WINDOW)?;
-    let layer_types = cfg.strings("layer_types");
+    let sliding = decoder::sliding(cfg, s.layers, |l| l % 2 == 0)?;
     let activation = Activation::ClampedSwiglu {
         alpha: 1.702,
         limit: cfg.opt_float(LIMIT)?.unwrap_or(7.0) as f32,
@@ -51,23 +51,9 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
     let rope = RopeConfig::read(cfg, None)?.table(s.head_dim);
     let mut layers = Vec::with_capacity(s.layers);
     for l in 0..s.layers {
-        let sliding = match &layer_types {
-            Some(types) => match types.get(l).copied() {
-                Some("sliding_attention") => true,
-                Some("full_attention") => false,
-                other => {
-                    return Err(ModelError::BadValue {
-                        key: format!("layer_types[{l}]"),
-                        found: format!("{other:?}"),
-                        expected: "sliding_attention or full_attention".into(),
-                    });
-                }
-            },
-            None => l % 2 == 0,
-        };
         let mut attention = decoder::attention(&w, &s, l)?;
         attention.rope = Some(RopeId(0));
-        attention.window = sliding.then_some(window);
+        attention.window = sliding[l].then_some(window);
         attention.sinks = Some(w.vector(SINKS, l, s.n_heads)?);
         let shape = [n_experts, inner, s.d];
         let mut experts =
@@ -76,18 +62,24 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
         layers.push(Layer {
             mixer_norm: w.norm(decoder::MIXER_NORM, l, s.d, s.eps)?,
             mixer: Mixer::Attention(attention),
+            mixer_post_norm: None,
             ffn: FeedForward {
                 dense: None,
+                post_norm: None,
                 routed: Some(RoutedBranch {
                     norm: w.norm(FFN_NORM, l, s.d, s.eps)?,
                     router: Router {
                         weight: w.linear(ROUTER, l, n_experts, s.d)?,
                         top_k: decoder::top_k(cfg, n_experts)?,
                         score: Score::SoftmaxSelected,
+                        input_norm: None,
+                        expert_scale: None,
                     },
                     experts,
+                    post_norm: None,
                 }),
             },
+            output_scale: None,
         });
     }
     decoder::model(cfg, w, &s, layers, vec![rope])

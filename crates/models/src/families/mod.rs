@@ -7,7 +7,10 @@ use crate::error::ModelError;
 use crate::spec::ModelSpec;
 
 mod decoder;
+mod gemma3;
+mod gemma4;
 mod gpt_oss;
+mod llama;
 mod qwen3_moe;
 
 /// One family: its names and its reader.
@@ -23,7 +26,17 @@ pub struct Family {
 }
 
 /// All families, in the order in which they are listed to users.
-pub const FAMILIES: &[Family] = &[gpt_oss::FAMILY, qwen3_moe::FAMILY];
+pub const FAMILIES: &[Family] = &[
+    gpt_oss::FAMILY,
+    qwen3_moe::FAMILY,
+    gemma4::FAMILY,
+    llama::MIXTRAL,
+    llama::LLAMA,
+    llama::MISTRAL,
+    llama::QWEN2,
+    llama::QWEN3,
+    gemma3::FAMILY,
+];
 
 /// Finds the family of a checkpoint and reads it.
 pub fn read(catalog: &Catalog) -> Result<ModelSpec, ModelError> {

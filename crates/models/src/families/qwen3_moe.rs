@@ -63,6 +63,8 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
                         weight: w.linear(ROUTER, l, n_experts, s.d)?,
                         top_k: decoder::top_k(cfg, n_experts)?,
                         score,
+                        input_norm: None,
+                        expert_scale: None,
                     },
                     experts: decoder::experts(
                         &w,
@@ -72,28 +74,26 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
                         FusedRows::Halves,
                         Activation::Silu,
                     )?,
+                    post_norm: None,
                 }),
+                post_norm: None,
             },
             false => {
                 let inner = cfg.count(config::INTERMEDIATE)?;
+                let mlp = decoder::mlp(&w, &s, l, inner, Activation::Silu)?;
                 FeedForward {
-                    dense: Some(DenseBranch {
-                        norm,
-                        mlp: Mlp {
-                            gate: w.linear(decoder::MLP_GATE, l, inner, s.d)?,
-                            up: w.linear(decoder::MLP_UP, l, inner, s.d)?,
-                            down: w.linear(decoder::MLP_DOWN, l, s.d, inner)?,
-                            activation: Activation::Silu,
-                        },
-                    }),
+                    dense: Some(DenseBranch { norm, mlp, post_norm: None }),
                     routed: None,
+                    post_norm: None,
                 }
             }
         };
         layers.push(Layer {
             mixer_norm: w.norm(decoder::MIXER_NORM, l, s.d, s.eps)?,
             mixer: Mixer::Attention(attention),
+            mixer_post_norm: None,
             ffn,
+            output_scale: None,
         });
     }
     decoder::model(cfg, w, &s, layers, vec![rope])
