@@ -231,7 +231,7 @@ fn places(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
 #[case(&["--chunk", "0"], 2, &["--chunk", "at least 1"])]
 #[case(&["--context", "0"], 2, &["--context", "at least 1"])]
 #[case(&["--io-threads", "0"], 2, &["--io-threads", "at least 1"])]
-#[case(&["--temp", "-1"], 2, &["--temp"])]
+#[case(&["--temp=-1"], 2, &["--temp"])]
 #[case(&["--temp", "nan"], 2, &["--temp"])]
 #[case(&["--top-p", "0"], 2, &["--top-p"])]
 #[case(&["--min-p", "1.5"], 2, &["--min-p"])]

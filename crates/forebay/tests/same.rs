@@ -18,7 +18,7 @@ fn same(model_name: &str, prompt: usize, n: usize, options: &[&str]) -> (u64, St
     let dir = tempfile::tempdir().unwrap();
     let ids = ids_file(dir.path(), "ids.json", &prompt_ids(prompt, n));
     let mut command = forebay();
-    command.env_remove("FOREBAY_THREADS").args(["eval", "same", "--json", "--tokens", "3"]);
+    command.env_remove("FOREBAY_THREADS").args(["eval", "same", "--json", "--tokens", "2"]);
     command.arg(model(model_name)).arg("--prompt-ids").arg(ids).args(options);
     let out = output(&mut command);
     let report: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
@@ -38,7 +38,7 @@ fn the_whole_matrix() {
     let levels = Level::available().len() as u64;
     for name in BOTH {
         for precision in ["f32", "q8"] {
-            let (combinations, _) = same(name, 0, 9, &["--precision", precision]);
+            let (combinations, _) = same(name, 0, 5, &["--precision", precision]);
             assert_eq!(combinations, levels * THREADS * CHUNKS * SLOTS_AND_RESIDENCIES);
         }
     }
