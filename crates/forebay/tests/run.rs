@@ -171,6 +171,29 @@ fn seeds_decide_draws_and_nothing_else_does() {
     }
 }
 
+/// Unless told, an answer is drawn: as `generation_config.json` recommends, if it recommends sampling.
+#[test]
+fn models_recommend_how_to_sample() {
+    let dir = tempdir().unwrap();
+    let path = copy(GPT_OSS, dir.path());
+    let sample = |recommended: &str, options: &[&str]| {
+        std::fs::write(path.join("generation_config.json"), recommended).unwrap();
+        let mut command = forebay();
+        command.env_remove("FOREBAY_TEMP").args(["run", "--context", "256"]).arg(&path);
+        command.args(["Once upon a time", "--tokens", "24", "--ignore-eos"]).args(options);
+        tokens(&run_json(&mut command).0)
+    };
+    let greedy = sample("{}", &["--temp", "0"]);
+    let seven = sample("{}", &["--seed", "7"]);
+    assert_ne!(seven, greedy);
+    assert_ne!(seven, sample("{}", &["--seed", "8"]));
+    let usual = ["--temp", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.05"];
+    let with_seed = [&usual[..], &["--seed", "7"]].concat();
+    assert_eq!(sample(r#"{"do_sample": true, "top_k": 1}"#, &with_seed), seven, "options win");
+    assert_eq!(sample(r#"{"do_sample": true, "top_k": 1}"#, &["--seed", "7"]), greedy);
+    assert_eq!(sample(r#"{"top_k": 1}"#, &["--seed", "7"]), seven, "not meant to be sampled");
+}
+
 #[test]
 fn stop_strings_may_straddle_pieces() {
     let base = || {

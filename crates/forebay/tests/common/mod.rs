@@ -37,8 +37,9 @@ pub fn forebay() -> Command {
         }
     }
     command.env("XDG_CONFIG_HOME", "/nonexistent").current_dir(env!("CARGO_TARGET_TMPDIR"));
-    // Two threads: the suite runs several processes at once.
-    command.env("FOREBAY_THREADS", "2").timeout(std::time::Duration::from_secs(300));
+    // Greedy unless a test says otherwise. Two threads: the suite runs several processes at once.
+    command.env("FOREBAY_TEMP", "0").env("FOREBAY_THREADS", "2");
+    command.timeout(std::time::Duration::from_secs(300));
     command
 }
 
