@@ -71,7 +71,8 @@ thread_local! {
 }
 
 impl Pool {
-    /// A pool of `threads` threads (at least 1), the caller included.
+    /// A pool of `threads` threads (at least 1), the caller included. Where the system gives fewer, those
+    /// that there are, the caller first of all, run the shares of those that are missing.
     pub fn new(threads: usize) -> Pool {
         let threads = threads.max(1);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -90,13 +91,13 @@ impl Pool {
             spin: if threads > cores { SPIN_OVERSUBSCRIBED } else { SPIN },
         });
         let threads = (1..threads)
-            .map(|index| {
+            .map_while(|index| {
                 let shared = Arc::clone(&shared);
                 std::thread::Builder::new()
                     .name(format!("forebay-cpu-{index}"))
                     .stack_size(STACK_BYTES)
                     .spawn(move || shared.work(index))
-                    .expect("the system gives a thread at start")
+                    .ok()
             })
             .collect();
         Pool { shared, threads, turn: Mutex::new(()) }
@@ -104,7 +105,7 @@ impl Pool {
 
     /// Threads, the caller included.
     pub fn threads(&self) -> usize {
-        self.threads.len() + 1
+        self.shared.claims.len()
     }
 
     /// Runs `job(index)` once for every `index < threads()` and returns when all are done. No two run at

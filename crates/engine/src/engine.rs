@@ -220,6 +220,9 @@ impl Engine {
         match &mut self.embedding {
             Embedding::Tied => self.backend.tied_embedding(tokens, &mut self.hidden),
             Embedding::File { weight, row } => {
+                for plane in &weight.planes {
+                    self.files.check_unchanged(plane.extent.file)?;
+                }
                 for (&token, out) in tokens.iter().zip(self.hidden.chunks_exact_mut(d)) {
                     read_row(&self.files, weight, row, token, out)?;
                 }

@@ -20,9 +20,10 @@ pub enum EngineError {
     Backend(#[from] forebay_program::BackendError),
     /// The budget cannot hold the model.
     #[error(
-        "a budget of {} is too small for this model: the smallest that works is {} with {advice}",
+        "a budget of {} is too small for this model: the smallest that works is {} MiB with {advice}",
         human(*.budget),
-        human(*.minimum)
+        // Not `human`, which rounds: what is named here must work when it is given.
+        .minimum.div_ceil(1 << 20)
     )]
     BudgetTooSmall {
         /// Bytes given.

@@ -52,6 +52,8 @@ pub struct TokenEvent {
     pub logprob: f32,
     /// Whether it is one of the end ids (not part of the content).
     pub is_eos: bool,
+    /// Whether none follows, unless the callback asks for an earlier end.
+    pub is_last: bool,
 }
 
 /// What the callback wants next.
@@ -141,9 +143,12 @@ impl Engine {
             let is_eos = params.eos_ids.contains(&choice.token);
             out.tokens.push(choice.token);
             history.push(choice.token);
-            let event = TokenEvent { token: choice.token, logprob: choice.logprob, is_eos };
+            let ends = is_eos && !params.ignore_eos;
+            let is_last = ends || out.tokens.len() == limit;
+            let event =
+                TokenEvent { token: choice.token, logprob: choice.logprob, is_eos, is_last };
             let next = on_token(self, event);
-            if is_eos && !params.ignore_eos {
+            if ends {
                 out.finish = Finish::Stop;
                 break;
             }
@@ -151,7 +156,7 @@ impl Engine {
                 out.finish = Finish::Callback;
                 break;
             }
-            if out.tokens.len() == limit {
+            if is_last {
                 break;
             }
             logits.clear();

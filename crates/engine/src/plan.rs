@@ -110,7 +110,7 @@ impl PlanInput<'_> {
                 minimum,
                 residency,
                 slots,
-                chunk,
+                chunk: shape.max_rows,
                 context,
                 shape,
             });
@@ -156,9 +156,9 @@ impl PlanInput<'_> {
         let o = self.options;
         let all = self.store.n_experts_total();
         let fit = (left / self.store.slot_bytes()) as usize;
-        let asked = o.slots_total.or(o.slots_per_layer.map(|n| n * self.store.layers.len()));
+        let asked = self.slots_asked();
         let stream = || {
-            let slots = asked.unwrap_or(fit).min(all);
+            let slots = asked.unwrap_or(fit.min(all));
             (slots >= 1 && slots <= fit).then_some(Some(Residency::Stream { slots }))
         };
         let resident = (self.store.resident_bytes() <= left).then_some(Some(Residency::Resident));
@@ -169,6 +169,14 @@ impl PlanInput<'_> {
             ResidencyChoice::Auto if asked.is_some() => stream(),
             ResidencyChoice::Auto => resident.or_else(stream),
         })
+    }
+
+    /// Slots of the pool that the options name; never more than there are experts.
+    fn slots_asked(&self) -> Option<usize> {
+        let o = self.options;
+        let layers = self.store.layers.len();
+        let asked = o.slots_total.or(o.slots_per_layer.map(|n| n.saturating_mul(layers)));
+        asked.map(|n| n.min(self.store.n_experts_total()))
     }
 
     /// All lines but experts and reserve.
@@ -206,8 +214,7 @@ impl PlanInput<'_> {
     /// Smallest total with the chunk and the slots that were asked for.
     fn minimum_as_asked(&self, context: usize) -> u64 {
         let o = self.options;
-        let layers = self.store.layers.len();
-        let slots = o.slots_total.or(o.slots_per_layer.map(|n| n * layers)).unwrap_or(1);
+        let slots = self.slots_asked().unwrap_or(1);
         self.minimum_with(o.chunk.unwrap_or(1).max(1), context, slots.max(1))
     }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use clap::builder::BoolishValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use forebay_cpu::Level;
 use forebay_engine::{EngineOptions, MemoryLimit, ResidencyChoice, SamplerParams};
@@ -64,6 +65,8 @@ pub enum EvalCommand {
     #[command(after_help = "Example:\n  forebay eval perplexity model/ ids.json --window 256")]
     Perplexity(PerplexityArgs),
     /// Run one prompt over residencies, slots, chunks, threads and vector widths and compare all bits.
+    ///
+    /// --residency, --chunk, --threads or --simd, when given, are not varied.
     #[command(after_help = "Example:\n  forebay eval same model/ --prompt \"Once upon a time\"")]
     Same(SameArgs),
 }
@@ -136,6 +139,9 @@ pub struct Options {
     #[arg(long, env = "FOREBAY_SIMD", value_name = "scalar|avx2|avx512|neon")]
     pub simd: Option<Level>,
 }
+
+/// More compute threads than any machine has cores for.
+const MAX_THREADS: usize = 1024;
 
 /// `--memory`
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -258,6 +264,9 @@ impl Options {
         positive("chunk", self.chunk)?;
         positive("context", self.context)?;
         positive("io-threads", Some(self.io_threads))?;
+        if self.threads.is_some_and(|n| n > MAX_THREADS) {
+            return Err(crate::failure::usage(format!("--threads must be at most {MAX_THREADS}")));
+        }
         Ok(EngineOptions {
             memory: self.memory.0,
             residency: match self.residency {
@@ -370,7 +379,7 @@ pub struct RunArgs {
     /// What to answer; `-` reads standard input.
     pub prompt: Option<String>,
     /// Take the prompt as it is, without the chat template.
-    #[arg(long, env = "FOREBAY_RAW")]
+    #[arg(long, env = "FOREBAY_RAW", value_parser = BoolishValueParser::new())]
     pub raw: bool,
     /// A system message before the prompt.
     #[arg(long, env = "FOREBAY_SYSTEM", conflicts_with = "raw")]
@@ -382,7 +391,7 @@ pub struct RunArgs {
     #[arg(long, env = "FOREBAY_TOKENS", value_name = "N")]
     pub tokens: Option<usize>,
     /// Go on after an end token.
-    #[arg(long, env = "FOREBAY_IGNORE_EOS")]
+    #[arg(long, env = "FOREBAY_IGNORE_EOS", value_parser = BoolishValueParser::new())]
     pub ignore_eos: bool,
     /// End the answer before this text; may be given several times.
     #[arg(long, value_name = "TEXT")]
@@ -390,7 +399,7 @@ pub struct RunArgs {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// End with speed, hit rate, bytes and memory.
-    #[arg(long, env = "FOREBAY_STATS")]
+    #[arg(long, env = "FOREBAY_STATS", value_parser = BoolishValueParser::new())]
     pub stats: bool,
     /// JSON lines on stdout: one per token, the last with statistics.
     #[arg(long)]

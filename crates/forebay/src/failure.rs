@@ -63,7 +63,9 @@ pub fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     let (class, code) = classify(error);
     let text = format!("{error:#}").replace('\n', " ");
     if json {
-        println!("{}", serde_json::json!({ "error": { "class": class, "message": text } }));
+        let line = serde_json::json!({ "error": { "class": class, "message": text } });
+        // Who reads has the message on stderr as well.
+        let _ = crate::term::say!("{line}");
     }
     eprintln!("forebay: {text}");
     ExitCode::from(code)

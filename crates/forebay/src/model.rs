@@ -94,7 +94,8 @@ pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow
 pub fn read_ids(path: &Path) -> anyhow::Result<Vec<u32>> {
     let shown = path.display();
     let text = std::fs::read_to_string(path).map_err(|e| usage(format!("{shown}: {e}")))?;
-    parse_ids(&text).ok_or_else(|| usage(format!("{shown} holds no list of token ids")))
+    let ids = parse_ids(&text).filter(|ids| !ids.is_empty());
+    ids.ok_or_else(|| usage(format!("{shown} holds no list of token ids")))
 }
 
 /// The same from a text.

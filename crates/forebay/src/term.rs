@@ -1,11 +1,24 @@
 //! Progress bars and interruption.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// Writes a line to standard output, as `println!` does; but a closed pipe is an error and no panic.
+macro_rules! say {
+    ($($arg:tt)*) => { $crate::term::say_line(format_args!($($arg)*)) };
+}
+pub(crate) use say;
+
+/// What [`say!`] does.
+pub fn say_line(line: std::fmt::Arguments<'_>) -> std::io::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{line}")?;
+    stdout.flush()
+}
 
 /// Set by Ctrl-C; a second Ctrl-C ends the process at once.
 pub fn interruption() -> Arc<AtomicBool> {

@@ -56,15 +56,17 @@ pub struct Config<'a> {
 impl<'a> Config<'a> {
     /// Reads the architecture's name: `general.architecture`, or `model_type` (of `text_config` too).
     pub fn new(catalog: &'a Catalog) -> Result<Config<'a>, ModelError> {
-        let arch = match &catalog.source {
+        let (arch, key) = match &catalog.source {
             Source::Gguf { metadata } => {
-                metadata.get("general.architecture").and_then(|v| v.as_str())
+                let key = "general.architecture";
+                (metadata.get(key).and_then(|v| v.as_str()), key)
             }
-            Source::Folder { config, .. } => config.get("model_type").and_then(Value::as_str),
+            Source::Folder { config, .. } if config.is_null() => (None, "config.json"),
+            Source::Folder { config, .. } => {
+                (config.get("model_type").and_then(Value::as_str), "model_type in config.json")
+            }
         };
-        let arch = arch.ok_or_else(|| ModelError::MissingKey {
-            key: "general.architecture / model_type".into(),
-        })?;
+        let arch = arch.ok_or_else(|| ModelError::MissingKey { key: key.into() })?;
         Ok(Config { catalog, arch, defaults: &[] })
     }
 

@@ -12,7 +12,7 @@ use crate::args::{BenchArgs, Options};
 use crate::failure::usage;
 use crate::measure::{Bandwidths, Report, Sample};
 use crate::model::{self, Loaded};
-use crate::term::{Bar, interruption};
+use crate::term::{Bar, interruption, say};
 
 /// How long the disk is measured.
 const DISK_TIME: Duration = Duration::from_millis(1500);
@@ -22,10 +22,17 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         return Err(usage("--prompt-tokens and --repeat must be at least 1"));
     }
     let memory = memory_bandwidth(&args.model.options);
-    let needed = args.depth + args.prompt_tokens + args.gen_tokens + 1;
+    let needed = [args.depth, args.prompt_tokens, args.gen_tokens, 1];
+    let needed = needed.into_iter().fold(0, usize::saturating_add);
     let mut loaded = model::load(&args.model, |o| {
         o.context.get_or_insert(needed);
     })?;
+    let context = loaded.engine.plan.context;
+    if needed > context {
+        return Err(usage(format!(
+            "--depth, --prompt-tokens and --gen-tokens need a context of {needed} tokens, --context is {context}"
+        )));
+    }
     let cancel = interruption();
     let vocab = loaded.engine.spec.vocab_size as u64;
     let prompt = random_ids(args.depth + args.prompt_tokens, vocab);
@@ -45,7 +52,7 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         engine: &loaded.engine,
     };
     match args.json {
-        true => println!("{}", report.json()),
+        true => say!("{}", report.json())?,
         false => {
             eprintln!("{}", loaded.engine.plan.summary());
             report.print();

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use crate::args::GoldenArgs;
 use crate::failure::usage;
 use crate::model;
-use crate::term::{Bar, interruption};
+use crate::term::{Bar, interruption, say};
 
 #[derive(Deserialize)]
 struct Golden {
@@ -98,12 +98,12 @@ pub fn run(args: GoldenArgs) -> anyhow::Result<ExitCode> {
             "greedy_total": sum(|o| o.greedy_total),
             "cases": cases,
         });
-        println!("{report}");
+        say!("{report}")?;
     } else {
         for (o, case) in outcomes.iter().zip(&golden.cases) {
-            o.print(case);
+            o.print(case)?;
         }
-        println!(
+        say!(
             "{}: largest logit difference {max_abs:.6} (tolerance {}), largest KL {max_kl:.2e}, \
              argmax {}/{}, greedy {}/{}",
             if ok { "ok" } else { "FAILED" },
@@ -112,7 +112,7 @@ pub fn run(args: GoldenArgs) -> anyhow::Result<ExitCode> {
             sum(|o| o.argmax_total),
             sum(|o| o.greedy_agree),
             sum(|o| o.greedy_total),
-        );
+        )?;
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }
@@ -131,12 +131,12 @@ impl Outcome {
         })
     }
 
-    fn print(&self, case: &Case) {
+    fn print(&self, case: &Case) -> std::io::Result<()> {
         let tie = match self.near_tie_at {
             Some(step) => format!(" (near tie at step {step})"),
             None => String::new(),
         };
-        println!(
+        say!(
             "prompt of {:>5}: logit difference {:.6}, KL {:.2e}, argmax {}/{}, greedy {}/{}{tie}",
             case.prompt.len(),
             self.max_abs,
@@ -145,7 +145,7 @@ impl Outcome {
             self.argmax_total,
             self.greedy_agree,
             self.greedy_total,
-        );
+        )
     }
 
     fn difference(&mut self, ours: f64, theirs: f64) {

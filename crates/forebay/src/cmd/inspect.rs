@@ -10,6 +10,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::model;
+use crate::term::say;
 
 pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
     let (opened, tokenizer, template) = model::open(&args.model, |_| {})?;
@@ -65,12 +66,12 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
             "minimum_bytes": minimum,
             "warnings": warnings,
         });
-        println!("{out}");
+        say!("{out}")?;
     } else {
-        println!("{}", opened.catalog.display_path());
-        let line = |what: &str, text: String| println!("  {what:<16} {text}");
-        line("family", spec.family.into());
-        line("parameters", format!("{:.2} billion", parameters as f64 / 1e9));
+        say!("{}", opened.catalog.display_path())?;
+        let line = |what: &str, text: String| say!("  {what:<16} {text}");
+        line("family", spec.family.into())?;
+        line("parameters", format!("{:.2} billion", parameters as f64 / 1e9))?;
         line(
             "shape",
             format!(
@@ -80,7 +81,7 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
                 spec.vocab_size,
                 spec.context_length
             ),
-        );
+        )?;
         if let Some(e) = &experts {
             line(
                 "experts",
@@ -92,19 +93,19 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
                     human(opened.store.slot_bytes()),
                     human(opened.store.total_bytes()),
                 ),
-            );
+            )?;
         }
         for (format, bytes) in &formats {
-            line("weights", format!("{format}: {}", human(*bytes)));
+            line("weights", format!("{format}: {}", human(*bytes)))?;
         }
-        line("chat template", if template.is_some() { "yes" } else { "no" }.into());
+        line("chat template", if template.is_some() { "yes" } else { "no" }.into())?;
         for w in &warnings {
-            line("note", w.clone());
+            line("note", w.clone())?;
         }
         if let Ok(p) = &plan {
-            println!("\n{}\n{}", p.summary(), p.ledger);
+            say!("\n{}\n{}", p.summary(), p.ledger)?;
         }
-        println!("smallest workable budget: {}", human(minimum));
+        say!("smallest workable budget: {} MiB", minimum.div_ceil(1 << 20))?;
     }
     match plan {
         Ok(_) => Ok(ExitCode::SUCCESS),

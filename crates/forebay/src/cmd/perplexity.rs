@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::args::PerplexityArgs;
 use crate::failure::usage;
 use crate::model;
-use crate::term::{Bar, interruption};
+use crate::term::{Bar, interruption, say};
 
 pub fn run(args: PerplexityArgs) -> anyhow::Result<ExitCode> {
     let shown = args.file.display();
@@ -50,16 +50,16 @@ pub fn run(args: PerplexityArgs) -> anyhow::Result<ExitCode> {
     }
     match args.json {
         true => {
-            println!(
+            say!(
                 "{}",
                 json!({ "perplexity": perplexity, "tokens": ids.len() / window * window, "scored": count, "window": window })
-            );
+            )?;
         }
-        false => println!(
+        false => say!(
             "perplexity {perplexity:.6} over {count} scored tokens in {} windows of {window} ({:.1} s)",
             windows.len(),
             clock.elapsed().as_secs_f64()
-        ),
+        )?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -11,9 +11,9 @@ use serde_json::json;
 use crate::args::RunArgs;
 use crate::cmd::bench;
 use crate::failure::usage;
-use crate::measure::{Report, Sample};
+use crate::measure::{Bandwidths, Report, Sample};
 use crate::model::{self, Loaded};
-use crate::term::{Bar, interruption};
+use crate::term::{Bar, interruption, say};
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     args.sampling.params(None)?;
@@ -74,7 +74,11 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let sample = Sample::new(prompt.len(), &generated, [&before, &middle, &after]);
     out.finish(generated.finish)?;
     if let Some(memory) = bandwidth {
-        let bandwidths = bench::with_disk(&loaded.engine, memory);
+        // Who interrupts does not wait for a measurement of the disk.
+        let bandwidths = match generated.finish {
+            Finish::Cancelled => Bandwidths { disk: None, memory },
+            _ => bench::with_disk(&loaded.engine, memory),
+        };
         let report = Report {
             engine: &loaded.engine,
             samples: &[sample],
@@ -83,7 +87,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
             bandwidths,
         };
         match args.json {
-            true => println!(
+            true => say!(
                 "{}",
                 json!({
                     "done": generated.finish.name(),
@@ -92,7 +96,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
                     "generated_tokens": generated.tokens.len(),
                     "stats": report.json(),
                 })
-            ),
+            )?,
             false => {
                 eprintln!("\n{}", loaded.engine.plan.summary());
                 report.print();
@@ -112,6 +116,7 @@ fn prompt_text(args: &RunArgs) -> anyhow::Result<Option<String>> {
     }
     let from_stdin = match args.prompt.as_deref() {
         Some("-") => true,
+        Some("") => return Err(usage("the prompt is empty")),
         Some(text) => return Ok(Some(text.to_string())),
         None => !std::io::stdin().is_terminal(),
     };
@@ -172,11 +177,18 @@ impl Output {
 
     fn token(&mut self, event: forebay_engine::TokenEvent) -> std::io::Result<Next> {
         let content = !event.is_eos || self.ignore_eos;
-        let piece =
+        let mut piece =
             if content { self.decoder.push(event.token).to_string() } else { String::new() };
+        if event.is_last {
+            piece.push_str(&self.decoder.finish());
+        }
         let stopped = self.stops.push(&piece);
-        self.whole.push_str(&stopped.text);
-        self.write(&stopped.text, Some(event))?;
+        let mut text = stopped.text;
+        if event.is_last && stopped.stop.is_none() {
+            text.push_str(&self.stops.finish());
+        }
+        self.whole.push_str(&text);
+        self.write(&text, Some(event))?;
         Ok(if stopped.stop.is_some() { Next::Stop } else { Next::Continue })
     }
 
@@ -194,9 +206,9 @@ impl Output {
         stdout.flush()
     }
 
-    /// Flushes what was held back.
+    /// Ends the output. Only an interruption leaves text that was held back for more to come.
     fn finish(&mut self, finish: Finish) -> std::io::Result<()> {
-        if finish != Finish::Callback {
+        if finish == Finish::Cancelled {
             let rest = self.decoder.finish();
             let mut text = self.stops.push(&rest).text;
             text.push_str(&self.stops.finish());
@@ -204,7 +216,7 @@ impl Output {
             self.write(&text, None)?;
         }
         if !self.json {
-            println!();
+            say!("")?;
         }
         Ok(())
     }

@@ -11,10 +11,10 @@ use forebay_engine::{Batch, Control, Engine, EngineOptions, ResidencyChoice};
 use forebay_text::Specials;
 use serde_json::json;
 
-use crate::args::SameArgs;
+use crate::args::{Options, SameArgs};
 use crate::failure::usage;
 use crate::model;
-use crate::term::{Bar, interruption};
+use crate::term::{Bar, interruption, say};
 
 /// One way to run.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,7 +48,7 @@ pub fn run(args: SameArgs) -> anyhow::Result<ExitCode> {
     if prompt.is_empty() {
         return Err(usage("the prompt is empty"));
     }
-    let combinations = combinations(&opened);
+    let combinations = combinations(&opened, &args.model.options);
     drop(opened);
     let cancel = interruption();
     let mut reference = None;
@@ -73,23 +73,24 @@ pub fn run(args: SameArgs) -> anyhow::Result<ExitCode> {
             "different": different,
             "hash": hash,
         });
-        println!("{out}");
+        say!("{out}")?;
     } else {
-        println!(
+        say!(
             "{}: {} combinations, {} different, logits {}",
             if ok { "ok" } else { "FAILED" },
             combinations.len(),
             different.len(),
             hash.unwrap_or_default()
-        );
+        )?;
         for d in &different {
-            println!("  differs: {d}");
+            say!("  differs: {d}")?;
         }
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }
 
-fn combinations(opened: &Opened) -> Vec<Combination> {
+/// All combinations; an option that was given is not varied.
+fn combinations(opened: &Opened, given: &Options) -> Vec<Combination> {
     let layers = opened.store.layers.len();
     let all = opened.store.n_experts_total();
     let mut places = vec![(ResidencyChoice::Auto, None)];
@@ -100,11 +101,21 @@ fn combinations(opened: &Opened) -> Vec<Combination> {
         places = slots.into_iter().map(|s| (ResidencyChoice::Stream, Some(s))).collect();
         places.push((ResidencyChoice::Mapped, None));
         places.push((ResidencyChoice::Resident, None));
+        places.retain(|p| match opened.options.residency {
+            ResidencyChoice::Auto => true,
+            one => p.0 == one,
+        });
     }
+    let levels = match given.simd {
+        Some(level) => vec![level],
+        None => Level::available().into_iter().rev().collect(),
+    };
+    let threads = given.threads.map_or(vec![1, 2, 3], |n| vec![n]);
+    let chunks = given.chunk.map_or(vec![64, 16, 3, 1], |n| vec![n]);
     let mut out = Vec::new();
-    for level in Level::available().into_iter().rev() {
-        for threads in [1, 2, 3] {
-            for chunk in [64, 16, 3, 1] {
+    for level in levels {
+        for &threads in &threads {
+            for &chunk in &chunks {
                 for &(residency, slots) in &places {
                     out.push(Combination { residency, slots, chunk, threads, level });
                 }

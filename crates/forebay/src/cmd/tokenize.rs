@@ -9,6 +9,7 @@ use serde_json::json;
 use crate::args::TokenizeArgs;
 use crate::failure::usage;
 use crate::model;
+use crate::term::say;
 
 pub fn run(args: TokenizeArgs) -> anyhow::Result<ExitCode> {
     let catalog = Catalog::open(&model::resolve(&args.model)?)?;
@@ -18,8 +19,8 @@ pub fn run(args: TokenizeArgs) -> anyhow::Result<ExitCode> {
             .ok_or_else(|| usage(format!("{:?} is no list of token ids", args.text)))?;
         let text = tokenizer.decode(&ids, Markers::Keep);
         match args.json {
-            true => println!("{}", json!({ "text": text })),
-            false => println!("{text}"),
+            true => say!("{}", json!({ "text": text }))?,
+            false => say!("{text}")?,
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -28,10 +29,10 @@ pub fn run(args: TokenizeArgs) -> anyhow::Result<ExitCode> {
     let pieces: Vec<String> =
         ids.iter().map(|id| tokenizer.decode(&[*id], Markers::Keep)).collect();
     match args.json {
-        true => println!("{}", json!({ "ids": ids, "pieces": pieces })),
+        true => say!("{}", json!({ "ids": ids, "pieces": pieces }))?,
         false => {
             for (id, piece) in ids.iter().zip(pieces) {
-                println!("{id:>8}  {piece:?}");
+                say!("{id:>8}  {piece:?}")?;
             }
         }
     }
