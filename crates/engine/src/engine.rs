@@ -156,7 +156,7 @@ impl Engine {
             true => Embedding::Tied,
             false => Embedding::file(spec.embedding.clone()),
         };
-        let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages);
+        let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages, plan.shape.states);
         Ok(Engine {
             spec,
             program,

@@ -11,7 +11,7 @@ use forebay_store::{Residency, StoreSpec};
 
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
-use crate::state::pages_per_sequence;
+use crate::state::{pages_per_sequence, state_slots};
 
 const MIB: u64 = 1 << 20;
 
@@ -188,8 +188,13 @@ impl PlanInput<'_> {
             max_rows: chunk,
             kv_type: o.kv(),
             kv_pages: pages.map(|w| pages_per_sequence(*w, context, chunk) * o.sequences).collect(),
+            states: match self.program.recurrent.is_empty() {
+                true => 0,
+                false => state_slots(o.sequences),
+            },
         };
-        let CpuBytes { trunk, vectors, kv, scratch } = CpuBackend::bytes(self.program, &shape);
+        let CpuBytes { trunk, vectors, kv, state, scratch } =
+            CpuBackend::bytes(self.program, &shape);
         let d = self.spec.hidden_size as u64;
         let host = chunk as u64 * d * 4 + 16.min(chunk) as u64 * self.spec.vocab_size as u64 * 8;
         let matrices = self.store.n_experts_total() * 3 + self.tensors;
@@ -197,6 +202,7 @@ impl PlanInput<'_> {
         let mut ledger = Ledger::default();
         ledger.add("trunk", trunk + vectors);
         ledger.add("keys and values", kv);
+        ledger.add("recurrent state", state);
         ledger.add("scratch", scratch + host);
         ledger.add("tokenizer", o.caller_bytes);
         ledger.add("description of the model", matrices as u64 * BYTES_PER_TENSOR);

@@ -18,6 +18,14 @@ const NONE: u32 = u32::MAX;
 pub struct PagePool {
     windows: Vec<Option<usize>>,
     free: Vec<Vec<u32>>,
+    /// Free slots of recurrent state; none: no layer is recurrent.
+    free_states: Option<Vec<u32>>,
+}
+
+/// Slots of recurrent state for so many sequences: each reads one and fills another; slot 0 is the zero
+/// state that all begin with.
+pub fn state_slots(sequences: usize) -> usize {
+    1 + 2 * sequences
 }
 
 /// Pages of a class that one sequence of `context` tokens needs, when `chunk` rows are added at once.
@@ -31,10 +39,12 @@ pub fn pages_per_sequence(window: Option<usize>, context: usize, chunk: usize) -
 }
 
 impl PagePool {
-    /// `pages[class]` pages per class, all free.
-    pub fn new(windows: &[Option<usize>], pages: &[usize]) -> PagePool {
+    /// `pages[class]` pages per class and `states` slots of recurrent state (0: no layer has one), all
+    /// free.
+    pub fn new(windows: &[Option<usize>], pages: &[usize], states: usize) -> PagePool {
         let free = pages.iter().map(|&n| (0..n as u32).rev().collect()).collect();
-        PagePool { windows: windows.to_vec(), free }
+        let free_states = (states > 0).then(|| (1..states as u32).rev().collect());
+        PagePool { windows: windows.to_vec(), free, free_states }
     }
 
     /// Free pages of the classes, for tests and statistics.
@@ -47,13 +57,15 @@ impl PagePool {
 #[derive(Debug, Default)]
 pub struct Sequence {
     tables: Vec<Vec<u32>>,
+    /// Slot that holds the state after `len` tokens (0 at the start), and the one to fill.
+    state: [u32; 2],
     len: usize,
 }
 
 impl Sequence {
     /// An empty sequence for a pool.
     pub fn new(pool: &PagePool) -> Sequence {
-        Sequence { tables: vec![Vec::new(); pool.windows.len()], len: 0 }
+        Sequence { tables: vec![Vec::new(); pool.windows.len()], state: [0; 2], len: 0 }
     }
 
     /// Positions that are done.
@@ -68,13 +80,17 @@ impl Sequence {
 
     /// The tables, for a backend.
     pub fn tables(&self) -> SequenceTables<'_> {
-        SequenceTables { classes: &self.tables }
+        SequenceTables { classes: &self.tables, state: self.state }
     }
 
     /// Makes room for `rows` more positions. False when the pool is out of pages; then nothing changed
     /// that [`Sequence::commit`] or [`Sequence::release`] would not undo.
     #[must_use]
     pub fn reserve(&mut self, pool: &mut PagePool, rows: usize) -> bool {
+        if let Some(free) = pool.free_states.as_mut().filter(|_| self.state[1] == 0) {
+            let Some(slot) = free.pop() else { return false };
+            self.state[1] = slot;
+        }
         let blocks = (self.len + rows).div_ceil(BLOCK);
         for (class, table) in self.tables.iter_mut().enumerate() {
             while table.len() < blocks {
@@ -90,6 +106,8 @@ impl Sequence {
     /// Takes `rows` reserved positions as done, and gives back pages no later position can see.
     pub fn commit(&mut self, pool: &mut PagePool, rows: usize) {
         self.len += rows;
+        // What was filled holds; what was read is filled next, unless it is the zero state.
+        self.state.swap(0, 1);
         for (class, table) in self.tables.iter_mut().enumerate() {
             let Some(window) = pool.windows[class] else { continue };
             // The next position sees `len - window + 1` and later.
@@ -107,6 +125,10 @@ impl Sequence {
         for (class, table) in self.tables.iter_mut().enumerate() {
             pool.free[class].extend(table.drain(..).filter(|p| *p != NONE));
         }
+        if let Some(free) = &mut pool.free_states {
+            free.extend(self.state.iter().filter(|s| **s != 0));
+        }
+        self.state = [0; 2];
         self.len = 0;
     }
 }
@@ -127,7 +149,7 @@ mod tests {
         ) {
             let context = 1000;
             let n = pages_per_sequence(window, context, chunk);
-            let mut pool = PagePool::new(&[window], &[n]);
+            let mut pool = PagePool::new(&[window], &[n], state_slots(1));
             let mut s = Sequence::new(&pool);
             for step in steps {
                 let rows = step.min(chunk).min(context - s.len());

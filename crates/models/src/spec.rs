@@ -135,6 +135,69 @@ pub struct Attention {
     pub sinks: Option<VectorRef>,
     /// Factor on `q . k`.
     pub scale: f32,
+    /// The q projection gives per head `[query | gate]`, `[n_heads * 2 hd, d]`; the output is multiplied by
+    /// `sigmoid(gate)` before o.
+    pub output_gate: bool,
+}
+
+/// Gated delta net (Yang, Kautz, Hatamizadeh 2024): a recurrent state per value head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeltaNet {
+    /// Key heads.
+    pub n_k_heads: usize,
+    /// Value heads, a multiple of the key heads.
+    pub n_v_heads: usize,
+    /// Width of a key head.
+    pub k_dim: usize,
+    /// Width of a value head.
+    pub v_dim: usize,
+    /// Value head `v` uses key head `v mod n_k_heads`; otherwise `v / (n_v_heads / n_k_heads)`.
+    pub tiled: bool,
+    /// `[channels, d]` with `channels = 2 n_k_heads k_dim + n_v_heads v_dim`, ordered q, k, v.
+    pub qkv: Linear,
+    /// `[n_v_heads v_dim, d]`
+    pub z: Linear,
+    /// `[n_v_heads, d]`, with f32 activations.
+    pub a: Linear,
+    /// `[n_v_heads, d]`, with f32 activations.
+    pub b: Linear,
+    /// `[channels, conv_width]`, the last tap is the newest input.
+    pub conv: VectorRef,
+    /// Taps of the convolution.
+    pub conv_width: usize,
+    /// `[n_v_heads]`
+    pub decay: Decay,
+    /// `[n_v_heads]`
+    pub dt_bias: VectorRef,
+    /// Norm of every value head, weight `[v_dim]`, before the product with `silu(z)`.
+    pub norm: Norm,
+    /// `[d, n_v_heads v_dim]`
+    pub out: Linear,
+}
+
+/// How a delta net's decay is stored.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Decay {
+    /// `A_log`
+    Log(VectorRef),
+    /// `-exp(A_log)`
+    NegativeExp(VectorRef),
+}
+
+/// A multi-token-prediction block: drafts the token after next from the last hidden state and the next
+/// token. Read, and not run yet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MultiToken {
+    /// `[d, 2 d]` over `[embedding | hidden]`, each normed.
+    pub fc: Linear,
+    /// Norm of the embedding.
+    pub embedding_norm: Norm,
+    /// Norm of the hidden state.
+    pub hidden_norm: Norm,
+    /// The decoder layer.
+    pub layer: Layer,
+    /// Norm before the model's own head.
+    pub norm: Norm,
 }
 
 /// What mixes positions in a layer.
@@ -143,6 +206,8 @@ pub struct Attention {
 pub enum Mixer {
     /// Softmax attention.
     Attention(Attention),
+    /// Gated delta net.
+    DeltaNet(DeltaNet),
 }
 
 /// Gated activation of a feed-forward.
@@ -242,6 +307,8 @@ pub struct DenseBranch {
     pub norm: Norm,
     /// The MLP.
     pub mlp: Mlp,
+    /// `[1, d]`, with f32 activations: the branch's output is multiplied by `sigmoid(gate x)`.
+    pub gate: Option<Linear>,
     /// Norm of the branch's output.
     pub post_norm: Option<Norm>,
 }
@@ -310,6 +377,8 @@ pub struct ModelSpec {
     pub logit_softcap: Option<f32>,
     /// Rotary tables.
     pub ropes: Vec<Rope>,
+    /// Multi-token-prediction block.
+    pub multi_token: Option<Box<MultiToken>>,
     /// Ids that end generation: the union of all places that name some.
     pub eos_ids: Vec<u32>,
     /// Oddities and skipped parts, one sentence each.

@@ -5,7 +5,7 @@
 //! (MLX `weight`, `scales`, `biases`); [`Weights`] turns all of them into [`WeightRef`]s that address
 //! the published bytes in place. Not here: which names a family uses.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -79,7 +79,7 @@ impl Stack {
 /// The tensors of a checkpoint, with a mark on each that was asked for.
 pub struct Weights<'a> {
     catalog: &'a Catalog,
-    prefix: &'static str,
+    prefix: Cell<&'static str>,
     used: RefCell<BTreeSet<&'a str>>,
 }
 
@@ -94,7 +94,7 @@ impl<'a> Weights<'a> {
             Source::Gguf { .. } => "",
             Source::Folder { .. } => PREFIXES.into_iter().find(|p| has(p)).unwrap_or("model."),
         };
-        Weights { catalog, prefix, used: RefCell::default() }
+        Weights { catalog, prefix: Cell::new(prefix), used: RefCell::default() }
     }
 
     fn is_gguf(&self) -> bool {
@@ -106,10 +106,18 @@ impl<'a> Weights<'a> {
         let (prefix, text) = match (self.is_gguf(), name.hf.strip_prefix('/')) {
             (true, _) => ("", name.gguf),
             (false, Some(absolute)) => ("", absolute),
-            (false, None) => (self.prefix, name.hf),
+            (false, None) => (self.prefix.get(), name.hf),
         };
         let text = text.replace("{l}", &l.to_string()).replace("{e}", &e.to_string());
         format!("{prefix}{text}")
+    }
+
+    /// Runs `f` with names of folders under another prefix: a part of the checkpoint beside the decoder.
+    pub fn within<R>(&self, prefix: &'static str, f: impl FnOnce(&Self) -> R) -> R {
+        let decoder = self.prefix.replace(prefix);
+        let result = f(self);
+        self.prefix.set(decoder);
+        result
     }
 
     fn peek(&self, name: &str) -> Option<&'a TensorInfo> {
@@ -176,6 +184,8 @@ impl<'a> Weights<'a> {
         let format = float_or_ggml(weight)?;
         match (count, weight.shape.len()) {
             (1, 2) => expect_shape(weight, &[rows, cols])?,
+            // llama-quantize drops the outer dimension of a single row.
+            (1, 1) if rows == 1 => expect_shape(weight, &[cols])?,
             _ => expect_shape(weight, &[count, rows, cols])?,
         }
         whole_blocks(weight, cols, format)?;
@@ -238,7 +248,7 @@ impl<'a> Weights<'a> {
         let default =
             default.ok_or_else(|| ModelError::MissingKey { key: "quantization".into() })?;
         // Exceptions are keyed by the module's name in the file, or without the decoder's prefix.
-        let exception = [base, base.strip_prefix(self.prefix).unwrap_or(base)]
+        let exception = [base, base.strip_prefix(self.prefix.get()).unwrap_or(base)]
             .into_iter()
             .find_map(|key| default.get(key))
             .filter(|e| e.is_object());
@@ -298,6 +308,23 @@ impl<'a> Weights<'a> {
         let base = self.full(name, l, 0);
         let t = self.take(&format!("{base}.weight")).or_else(|| self.take(&base));
         vector(t.ok_or_else(|| missing(&format!("{base}.weight")))?, &[len])
+    }
+
+    /// All elements of a tensor that has one of `shapes`, in the order of the file.
+    pub fn flat(&self, name: Name, l: usize, shapes: &[&[usize]]) -> Result<VectorRef, ModelError> {
+        let base = self.full(name, l, 0);
+        let t = self.take(&format!("{base}.weight")).or_else(|| self.take(&base));
+        let t = t.ok_or_else(|| missing(&format!("{base}.weight")))?;
+        let fits = |s: &&&[usize]| t.shape.iter().copied().eq(s.iter().map(|&x| x as u64));
+        let shape = shapes.iter().find(fits).unwrap_or(&shapes[0]);
+        vector(t, shape)
+    }
+
+    /// Whether the tensor is there with exactly this shape.
+    pub fn has_shape(&self, name: Name, l: usize, shape: &[usize]) -> bool {
+        let base = self.full(name, l, 0);
+        let t = self.peek(&format!("{base}.weight")).or_else(|| self.peek(&base));
+        t.is_some_and(|t| t.shape.iter().copied().eq(shape.iter().map(|&x| x as u64)))
     }
 
     /// An RMSNorm with plain weight `[len]`.

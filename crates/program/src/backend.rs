@@ -12,6 +12,9 @@ use crate::op::{MoeId, Op};
 pub struct SequenceTables<'a> {
     /// One table per class of [`crate::Program::kv_windows`].
     pub classes: &'a [Vec<u32>],
+    /// Slots of recurrent state: the one from before the pass and the one to fill. The state before the
+    /// first token is zero, and is slot 0.
+    pub state: [u32; 2],
 }
 
 /// The rows of a pass.

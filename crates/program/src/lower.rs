@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use forebay_models::{
-    Attention, DenseBranch, Layer, Linear, Mixer, ModelSpec, Norm, RoutedBranch, VectorRef,
-    WeightRef,
+    Attention, Decay, DeltaNet, DenseBranch, Layer, Linear, Mixer, ModelSpec, Norm, RoutedBranch,
+    VectorRef, WeightRef,
 };
 use forebay_quant::{ActOrder, Format};
 
@@ -29,6 +29,7 @@ pub fn lower(spec: &ModelSpec, precision: Precision) -> Program {
     for (index, layer) in spec.layers.iter().enumerate() {
         match &layer.mixer {
             Mixer::Attention(a) => l.attention(a, layer, hidden, &angles),
+            Mixer::DeltaNet(n) => l.delta_net(n, layer, hidden),
             other => unreachable!("lowering of {other:?} is not written"),
         }
         l.feed_forward(index, layer, hidden);
@@ -52,6 +53,7 @@ struct Lowering<'a> {
     packs: Vec<Pack>,
     kv_layers: Vec<KvLayer>,
     kv_windows: Vec<Option<usize>>,
+    recurrent: Vec<Recurrent>,
     moes: Vec<Moe>,
     segments: Vec<Segment>,
     clock: usize,
@@ -69,6 +71,7 @@ impl<'a> Lowering<'a> {
             packs: Vec::new(),
             kv_layers: Vec::new(),
             kv_windows: Vec::new(),
+            recurrent: Vec::new(),
             moes: Vec::new(),
             segments: vec![Segment::default()],
             clock: 0,
@@ -102,8 +105,15 @@ impl<'a> Lowering<'a> {
     }
 
     fn vector(&mut self, source: &VectorRef, plus_one: bool, factor: f32) -> VectorId {
-        self.vectors.push(Vector { source: source.clone(), plus_one, factor });
+        let form = VectorForm::Plain;
+        self.vectors.push(Vector { source: source.clone(), plus_one, factor, form });
         VectorId(self.vectors.len() - 1)
+    }
+
+    fn vector_as(&mut self, source: &VectorRef, form: VectorForm) -> VectorId {
+        let id = self.vector(source, false, 1.0);
+        self.vectors[id.0].form = form;
+        id
     }
 
     fn norm(&mut self, n: &Norm) -> NormParams {
@@ -163,6 +173,19 @@ impl<'a> Lowering<'a> {
     fn linears<const N: usize>(&mut self, src: BufferId, parts: [&Linear; N]) -> [BufferId; N] {
         let mut made = HashMap::new();
         let operands = parts.map(|p| self.operand(src, p.weight.format, &mut made));
+        self.products(parts, operands)
+    }
+
+    /// Products whose activations stay f32 in every precision: routers, gates, decays.
+    fn f32_linears<const N: usize>(&mut self, src: BufferId, parts: [&Linear; N]) -> [BufferId; N] {
+        self.products(parts, [Operand::F32(src); N])
+    }
+
+    fn products<const N: usize>(
+        &mut self,
+        parts: [&Linear; N],
+        operands: [Operand; N],
+    ) -> [BufferId; N] {
         let dst = parts.map(|p| self.buffer(p.weight.rows));
         let ops = (0..N).map(|i| LinearOp {
             weight: self.weight(&parts[i].weight),
@@ -190,6 +213,15 @@ impl<'a> Lowering<'a> {
             }
         };
         let head_dim = a.head_dim;
+        let (q, gate) = match a.output_gate {
+            true => {
+                let width = a.n_heads * head_dim;
+                let (query, gate) = (self.buffer(width), self.buffer(width));
+                self.push(Op::SplitHeads { src: q, query, gate, head_dim });
+                (query, Some(gate))
+            }
+            false => (q, None),
+        };
         for (buf, norm) in [(q, &a.q_norm), (k, &a.k_norm), (v, &a.v_norm)] {
             if let Some(n) = norm {
                 let norm = self.norm(n);
@@ -222,7 +254,44 @@ impl<'a> Lowering<'a> {
             window: a.window,
             sinks,
         }));
+        if let Some(gate) = gate {
+            self.push(Op::Gate { gate, buf: dst, function: GateFunction::Sigmoid });
+        }
         let [out] = self.linears(dst, [&a.o]);
+        self.norm_in_place(out, &layer.mixer_post_norm);
+        self.push(Op::Add { src: out, dst: hidden });
+    }
+
+    fn delta_net(&mut self, n: &DeltaNet, layer: &Layer, hidden: BufferId) {
+        let x = self.normed(hidden, &layer.mixer_norm);
+        let [a, b] = self.f32_linears(x, [&n.a, &n.b]);
+        let [qkv, z] = self.linears(x, [&n.qkv, &n.z]);
+        let taps = self.vector_as(&n.conv, VectorForm::Transposed { inner: n.conv_width });
+        let neg_exp_a = match &n.decay {
+            Decay::Log(v) => self.vector_as(v, VectorForm::NegativeExp),
+            Decay::NegativeExp(v) => self.vector(v, false, 1.0),
+        };
+        let dt_bias = self.vector(&n.dt_bias, false, 1.0);
+        let id = RecurrentId(self.recurrent.len());
+        self.recurrent.push(Recurrent {
+            n_k_heads: n.n_k_heads,
+            n_v_heads: n.n_v_heads,
+            k_dim: n.k_dim,
+            v_dim: n.v_dim,
+            conv_width: n.conv_width,
+            tiled: n.tiled,
+            taps,
+            neg_exp_a,
+            dt_bias,
+        });
+        let mixed = self.buffer(n.qkv.weight.rows);
+        self.push(Op::ConvSilu { layer: id, src: qkv, dst: mixed });
+        let dst = self.buffer(n.n_v_heads * n.v_dim);
+        self.push(Op::DeltaRule { layer: id, qkv: mixed, a, b, dst });
+        let norm = self.norm(&n.norm);
+        self.push(Op::HeadNorm { buf: dst, head_dim: n.v_dim, norm });
+        self.push(Op::Gate { gate: z, buf: dst, function: GateFunction::Silu });
+        let [out] = self.linears(dst, [&n.out]);
         self.norm_in_place(out, &layer.mixer_post_norm);
         self.push(Op::Add { src: out, dst: hidden });
     }
@@ -235,7 +304,8 @@ impl<'a> Lowering<'a> {
                 self.push(Op::Add { src: out, dst: hidden });
             }
             (None, Some(dense)) => {
-                let out = self.dense(dense, hidden);
+                let x = self.normed(hidden, &dense.norm);
+                let out = self.dense(dense, x);
                 self.norm_in_place(out, &l.ffn.post_norm);
                 self.push(Op::Add { src: out, dst: hidden });
             }
@@ -243,11 +313,15 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    fn dense(&mut self, branch: &DenseBranch, hidden: BufferId) -> BufferId {
-        let x = self.normed(hidden, &branch.norm);
+    /// The branch's output from its normed input.
+    fn dense(&mut self, branch: &DenseBranch, x: BufferId) -> BufferId {
         let [gate, up] = self.linears(x, [&branch.mlp.gate, &branch.mlp.up]);
         self.push(Op::Glu { gate, up, dst: gate, activation: branch.mlp.activation });
         let [out] = self.linears(gate, [&branch.mlp.down]);
+        if let Some(g) = &branch.gate {
+            let [gate] = self.f32_linears(x, [g]);
+            self.push(Op::Gate { gate, buf: out, function: GateFunction::Sigmoid });
+        }
         self.norm_in_place(out, &branch.post_norm);
         out
     }
@@ -265,16 +339,7 @@ impl<'a> Lowering<'a> {
             Some(n) => self.normed(hidden, n),
             None => x,
         };
-        // The router always sees f32 rows.
-        let logits = self.buffer(r.router.weight.weight.rows);
-        let weight = self.weight(&r.router.weight.weight);
-        let bias = r.router.weight.bias.as_ref().map(|b| self.vector(b, false, 1.0));
-        self.push(Op::Linears(vec![LinearOp {
-            weight,
-            bias,
-            src: Operand::F32(router_x),
-            dst: logits,
-        }]));
+        let [logits] = self.f32_linears(router_x, [&r.router.weight]);
         // Gate and up of an expert share one input; a mixture of formats with different orders in
         // one expert would need two packs, which no published model has.
         let input = match self.order(first.gate.format) {
@@ -304,7 +369,10 @@ impl<'a> Lowering<'a> {
         });
         self.segments.last_mut().expect("there is always one").moe = Some(moe);
         self.overlap = true;
-        let dense_out = dense.map(|d| self.dense(d, hidden));
+        let dense_out = dense.map(|d| {
+            let x = if d.norm == r.norm { x } else { self.normed(hidden, &d.norm) };
+            self.dense(d, x)
+        });
         self.overlap = false;
         // The experts read their input and write `out` after everything that overlaps.
         self.clock += 1;
@@ -345,6 +413,7 @@ impl<'a> Lowering<'a> {
             packs: self.packs,
             kv_layers: self.kv_layers,
             kv_windows: self.kv_windows,
+            recurrent: self.recurrent,
             moes: self.moes,
             segments: self.segments,
             hidden,
@@ -374,6 +443,10 @@ impl Op {
             Op::StoreKv { k, v, .. } => vec![*k, *v],
             Op::Attention(a) => vec![a.q, a.dst],
             Op::Glu { gate, up, dst, .. } => vec![*gate, *up, *dst],
+            Op::SplitHeads { src, query, gate, .. } => vec![*src, *query, *gate],
+            Op::Gate { gate, buf, .. } => vec![*gate, *buf],
+            Op::ConvSilu { src, dst, .. } => vec![*src, *dst],
+            Op::DeltaRule { qkv, a, b, dst, .. } => vec![*qkv, *a, *b, *dst],
             Op::Route { logits, .. } => vec![*logits],
             Op::Combine { dst, .. } => vec![*dst],
         }

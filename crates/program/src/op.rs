@@ -44,6 +44,10 @@ index!(
     /// Index into [`Program::moes`].
     MoeId
 );
+index!(
+    /// Index into [`Program::recurrent`].
+    RecurrentId
+);
 
 /// A norm with its weight resident.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -196,6 +200,48 @@ pub enum Op {
         /// Which activation.
         activation: Activation,
     },
+    /// Takes `[query | gate]` per head apart: `src` `[rows, heads * 2 hd]`, the others `[rows, heads * hd]`.
+    SplitHeads {
+        /// Both.
+        src: BufferId,
+        /// Queries.
+        query: BufferId,
+        /// Gates.
+        gate: BufferId,
+        /// `hd`
+        head_dim: usize,
+    },
+    /// `buf *= act(gate)`, element by element, or row by row where the gate is one number wide.
+    Gate {
+        /// Gate.
+        gate: BufferId,
+        /// In place.
+        buf: BufferId,
+        /// Function of the gate.
+        function: GateFunction,
+    },
+    /// Causal depthwise convolution over a sequence's rows, then silu: `[rows, channels]`.
+    ConvSilu {
+        /// Whose state and taps.
+        layer: RecurrentId,
+        /// Input.
+        src: BufferId,
+        /// Output.
+        dst: BufferId,
+    },
+    /// The gated delta rule over a sequence's rows.
+    DeltaRule {
+        /// Whose state.
+        layer: RecurrentId,
+        /// `[rows, channels]`
+        qkv: BufferId,
+        /// `[rows, n_v_heads]`
+        a: BufferId,
+        /// `[rows, n_v_heads]`
+        b: BufferId,
+        /// `[rows, n_v_heads * v_dim]`
+        dst: BufferId,
+    },
     /// Chooses experts from router logits; the engine reads the choice back.
     Route {
         /// `[rows, E]`
@@ -285,6 +331,52 @@ pub struct KvLayer {
     pub class: usize,
 }
 
+/// What a gate's number becomes before it multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateFunction {
+    /// `1 / (1 + exp(-x))`
+    Sigmoid,
+    /// `x * sigmoid(x)`
+    Silu,
+}
+
+/// A recurrent layer: a gated delta net.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recurrent {
+    /// Key heads.
+    pub n_k_heads: usize,
+    /// Value heads.
+    pub n_v_heads: usize,
+    /// Width of a key head.
+    pub k_dim: usize,
+    /// Width of a value head.
+    pub v_dim: usize,
+    /// Taps of the convolution.
+    pub conv_width: usize,
+    /// Value head `v` uses key head `v mod n_k_heads`.
+    pub tiled: bool,
+    /// `[conv_width, channels]`
+    pub taps: VectorId,
+    /// `-exp(A_log)`, `[n_v_heads]`
+    pub neg_exp_a: VectorId,
+    /// `[n_v_heads]`
+    pub dt_bias: VectorId,
+}
+
+/// How a stored vector becomes the one that is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VectorForm {
+    /// As it is.
+    Plain,
+    /// `-exp(x)`
+    NegativeExp,
+    /// Stored `[n, inner]`, used `[inner, n]`.
+    Transposed {
+        /// Columns as stored.
+        inner: usize,
+    },
+}
+
 /// A vector that is resident as f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Vector {
@@ -294,6 +386,8 @@ pub struct Vector {
     pub plus_one: bool,
     /// Then multiply by this.
     pub factor: f32,
+    /// Then bring it into this form.
+    pub form: VectorForm,
 }
 
 /// A lowered model.
@@ -317,6 +411,8 @@ pub struct Program {
     pub kv_layers: Vec<KvLayer>,
     /// Sliding window of each class of KV layers, in positions; none: full attention.
     pub kv_windows: Vec<Option<usize>>,
+    /// Recurrent layers.
+    pub recurrent: Vec<Recurrent>,
     /// Routed layers.
     pub moes: Vec<Moe>,
     /// The body.

@@ -100,22 +100,25 @@ fn vocab_size(cfg: &Config<'_>, catalog: &forebay_files::Catalog) -> Result<usiz
 
 /// Attention with plain q, k, v, o projections (biases where the checkpoint has them).
 pub fn attention(w: &Weights<'_>, s: &Shape, l: usize) -> Result<Attention, ModelError> {
-    attention_of(w, s, l, true)
+    attention_of(w, s, l, true, false)
 }
 
-/// The same; without `values` a layer's values are its raw keys, and it has no v projection.
+/// The same; without `values` a layer's values are its raw keys, and it has no v projection; with an
+/// `output_gate` the q projection has a gate beside every head's query.
 pub fn attention_of(
     w: &Weights<'_>,
     s: &Shape,
     l: usize,
     values: bool,
+    output_gate: bool,
 ) -> Result<Attention, ModelError> {
+    let q_rows = s.n_heads * s.head_dim * if output_gate { 2 } else { 1 };
     let (q_width, kv_width) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
     Ok(Attention {
         n_heads: s.n_heads,
         n_kv_heads: s.n_kv_heads,
         head_dim: s.head_dim,
-        q: w.linear(Q, l, q_width, s.d)?,
+        q: w.linear(Q, l, q_rows, s.d)?,
         k: w.linear(K, l, kv_width, s.d)?,
         v: values.then(|| w.linear(V, l, kv_width, s.d)).transpose()?,
         o: w.linear(O, l, s.d, q_width)?,
@@ -126,6 +129,7 @@ pub fn attention_of(
         window: None,
         sinks: None,
         scale: (1.0 / (s.head_dim as f64).sqrt()) as f32,
+        output_gate,
     })
 }
 
@@ -328,6 +332,7 @@ pub fn model(
         head,
         logit_softcap: None,
         ropes,
+        multi_token: None,
         eos_ids: cfg.eos_ids(),
         notes,
     })

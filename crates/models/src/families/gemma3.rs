@@ -85,6 +85,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
         let dense = DenseBranch {
             norm: norm(FFN_NORM, l, s.d)?,
             mlp: decoder::mlp(&w, &s, l, inner, activation)?,
+            gate: None,
             post_norm: None,
         };
         layers.push(Layer {

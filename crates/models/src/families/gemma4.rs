@@ -88,7 +88,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
         let heads = heads(cfg, &s, l, sliding)?;
         let from_keys =
             !sliding && values_from_keys.unwrap_or_else(|| cfg.is_gguf() && !w.has(decoder::V, l));
-        let mut attention = decoder::attention_of(&w, &heads, l, !from_keys)?;
+        let mut attention = decoder::attention_of(&w, &heads, l, !from_keys, false)?;
         attention.q_norm = Some(w.norm(decoder::Q_NORM, l, heads.head_dim, s.eps)?);
         attention.k_norm = Some(w.norm(decoder::K_NORM, l, heads.head_dim, s.eps)?);
         attention.v_norm = Some(Norm { weight: None, eps: s.eps, plus_one: false, factor: 1.0 });
@@ -112,6 +112,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
         let dense = DenseBranch {
             norm: norm(FFN_NORM, l)?,
             mlp: decoder::mlp(&w, &s, l, inner, activation)?,
+            gate: None,
             post_norm: routed.then(|| norm(DENSE_POST_NORM, l)).transpose()?,
         };
         layers.push(Layer {

@@ -167,6 +167,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog, traits: Traits) -> Result<ModelSpec
                 dense: Some(DenseBranch {
                     norm,
                     mlp: decoder::mlp(&w, &s, l, inner, activation)?,
+                    gate: None,
                     post_norm: None,
                 }),
                 routed: None,

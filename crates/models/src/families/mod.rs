@@ -11,6 +11,7 @@ mod gemma3;
 mod gemma4;
 mod gpt_oss;
 mod llama;
+mod qwen3_5;
 mod qwen3_moe;
 
 /// One family: its names and its reader.
@@ -29,6 +30,8 @@ pub struct Family {
 pub const FAMILIES: &[Family] = &[
     gpt_oss::FAMILY,
     qwen3_moe::FAMILY,
+    qwen3_5::ROUTED,
+    qwen3_5::DENSE,
     gemma4::FAMILY,
     llama::MIXTRAL,
     llama::LLAMA,

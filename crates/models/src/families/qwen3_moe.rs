@@ -82,7 +82,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
                 let inner = cfg.count(config::INTERMEDIATE)?;
                 let mlp = decoder::mlp(&w, &s, l, inner, Activation::Silu)?;
                 FeedForward {
-                    dense: Some(DenseBranch { norm, mlp, post_norm: None }),
+                    dense: Some(DenseBranch { norm, mlp, gate: None, post_norm: None }),
                     routed: None,
                     post_norm: None,
                 }

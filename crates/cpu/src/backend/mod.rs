@@ -4,12 +4,14 @@
 //! all are allocated when it is made, so that a pass allocates nothing that grows with the model. Each
 //! [`Op`] is a few calls of kernels. Not here: kernels, scheduling, disks.
 
+mod recurrent;
+
 use std::ops::Range;
 
 use forebay_models::WeightRef;
 use forebay_program::{
     AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, Moe,
-    MoeId, Op, Operand, Pass, Program, Routing, Vector,
+    MoeId, Op, Operand, Pass, Program, Routing, Vector, VectorForm,
 };
 use forebay_quant::{MatrixView, PlaneView, Q8Rows};
 use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
@@ -21,6 +23,7 @@ use crate::ops;
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
 use crate::simd::Level;
+use crate::vecmath;
 
 /// Rows that want logits are worked through this many at a time, so that `[rows, vocab]` stays small.
 const LOGIT_ROWS: usize = 16;
@@ -37,6 +40,8 @@ pub struct CpuShape {
     pub kv_type: KvType,
     /// Pages of each KV class.
     pub kv_pages: Vec<usize>,
+    /// Slots of recurrent state, the zero one included; 0 where no layer is recurrent.
+    pub states: usize,
 }
 
 /// Bytes that a backend will own, for the ledger.
@@ -48,6 +53,8 @@ pub struct CpuBytes {
     pub vectors: u64,
     /// Keys and values.
     pub kv: u64,
+    /// Recurrent state.
+    pub state: u64,
     /// Scratch, packed activations, logits.
     pub scratch: u64,
 }
@@ -65,6 +72,7 @@ pub struct CpuBackend {
     experts: ExpertScratch,
     head: HeadScratch,
     kv: Vec<LayerKv>,
+    states: Vec<recurrent::States>,
     routings: Vec<Routing>,
     by_expert: ByExpert,
     bytes_moved: u64,
@@ -126,6 +134,11 @@ impl CpuBackend {
             trunk: TrunkImage::plan_bytes(&trunk_extents(program)),
             vectors: program.vectors.iter().map(|v| v.source.len as u64 * 4).sum(),
             kv: kv.sum(),
+            state: program
+                .recurrent
+                .iter()
+                .map(|r| recurrent::state_bytes(r) * shape.states as u64)
+                .sum(),
             scratch,
         }
     }
@@ -176,6 +189,11 @@ impl CpuBackend {
                 packed: program.head.pack.map(|o| Q8Rows::new(logit_rows, head.cols, o)),
             },
             kv: kv?,
+            states: program
+                .recurrent
+                .iter()
+                .map(|r| recurrent::States::new(r, shape.states))
+                .collect(),
             routings: vec![Routing::default(); program.moes.len()],
             by_expert: ByExpert::default(),
             bytes_moved: 0,
@@ -548,6 +566,14 @@ impl CpuBackend {
                 }
             }
             Op::Attention(a) => self.attention(pass, a),
+            Op::SplitHeads { src, query, gate, head_dim } => {
+                self.split_heads([*src, *query, *gate], *head_dim, rows);
+            }
+            Op::Gate { gate, buf, function } => self.gate(*gate, *buf, *function, rows),
+            Op::ConvSilu { layer, src, dst } => self.conv_silu(pass, *layer, *src, *dst),
+            Op::DeltaRule { layer, qkv, a, b, dst } => {
+                self.delta_rule(pass, *layer, [*qkv, *a, *b, *dst]);
+            }
             Op::Copy { src, dst } => {
                 let (src, dst) = (self.range(*src, rows), self.range(*dst, rows));
                 self.arena.copy_within(src, dst.start);
@@ -687,5 +713,13 @@ fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError>
     forebay_quant::decode_floats(v.format, &bytes, &mut all);
     let add = if vector.plus_one { 1.0 } else { 0.0 };
     let finish = |x: f32| (x + add) * vector.factor;
-    Ok(all.into_iter().step_by(v.stride).take(v.len).map(finish).collect())
+    let plain: Vec<f32> = all.into_iter().step_by(v.stride).take(v.len).map(finish).collect();
+    Ok(match vector.form {
+        VectorForm::Plain => plain,
+        VectorForm::NegativeExp => plain.into_iter().map(|x| -vecmath::exp(x)).collect(),
+        VectorForm::Transposed { inner } => {
+            let column = |c: usize| plain.iter().skip(c).step_by(inner).copied();
+            (0..inner).flat_map(column).collect()
+        }
+    })
 }
