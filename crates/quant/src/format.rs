@@ -48,7 +48,7 @@ pub struct PlaneLayout {
 impl PlaneLayout {
     /// Bytes of a row of `cols` weights; `None` if `cols` is not a multiple of `elements` or on overflow.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
-        if cols % self.elements != 0 {
+        if !cols.is_multiple_of(self.elements) {
             return None;
         }
         (cols / self.elements).checked_mul(self.bytes)

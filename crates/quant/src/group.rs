@@ -5,6 +5,8 @@
 //! plain loops over fixed sizes and always inlined, so that a caller compiled for a wider vector
 //! unit gets them vectorised for it.
 
+#![allow(clippy::needless_range_loop)]
+
 use crate::format::{ActOrder, Format, ParamType};
 
 /// Weights of a block.
@@ -318,13 +320,24 @@ fn unpack_bits(bits: u8, bytes: &[u8], codes: &mut [u8; BLOCK]) {
             }
         }
         8 => codes.copy_from_slice(bytes),
-        _ => {
-            for (i, code) in codes.iter_mut().enumerate() {
-                let (byte, shift) = (i * bits as usize / 8, i * bits as usize % 8);
-                let next = bytes.get(byte + 1).copied().unwrap_or(0);
-                let word = u16::from_le_bytes([bytes[byte], next]);
-                *code = (word >> shift) as u8 & ((1u16 << bits) - 1) as u8;
-            }
+        2 => unpack_eights::<2>(bytes, codes),
+        3 => unpack_eights::<3>(bytes, codes),
+        5 => unpack_eights::<5>(bytes, codes),
+        6 => unpack_eights::<6>(bytes, codes),
+        _ => panic!("codes of {bits} bits"),
+    }
+}
+
+/// Eight codes of `BITS` bits are `BITS` bytes.
+#[inline(always)]
+fn unpack_eights<const BITS: usize>(bytes: &[u8], codes: &mut [u8; BLOCK]) {
+    let bytes = bytes.as_chunks::<BITS>().0;
+    for (bytes, codes) in bytes.iter().zip(codes.as_chunks_mut::<8>().0) {
+        let mut word = [0; 8];
+        word[..BITS].copy_from_slice(bytes);
+        let word = u64::from_le_bytes(word);
+        for (i, code) in codes.iter_mut().enumerate() {
+            *code = (word >> (i * BITS)) as u8 & ((1 << BITS) - 1);
         }
     }
 }

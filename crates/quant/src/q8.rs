@@ -129,13 +129,13 @@ impl Q8Rows {
     /// If `cols` is not a multiple of 32.
     pub fn new(max_rows: usize, cols: usize, order: ActOrder) -> Q8Rows {
         assert!(cols.is_multiple_of(BLOCK), "rows of {cols} are not made of blocks of {BLOCK}");
-        let groups = vec![Q8Group::ZERO; max_rows * cols.div_ceil(GROUP)];
+        let groups = vec![Q8Group::ZERO; max_rows * stride(cols)];
         Q8Rows { groups, max_rows, cols, order }
     }
 
     /// Bytes that [`Q8Rows::new`] takes for this shape.
     pub fn bytes_for(max_rows: usize, cols: usize) -> usize {
-        max_rows * cols.div_ceil(GROUP) * size_of::<Q8Group>()
+        max_rows * stride(cols) * size_of::<Q8Group>()
     }
 
     /// Bytes held.
@@ -147,7 +147,7 @@ impl Q8Rows {
     /// is lost.
     pub fn reshape(&mut self, max_rows: usize, cols: usize, order: ActOrder) {
         assert!(cols.is_multiple_of(BLOCK), "rows of {cols} are not made of blocks of {BLOCK}");
-        self.groups.resize(max_rows * cols.div_ceil(GROUP), Q8Group::ZERO);
+        self.groups.resize(max_rows * stride(cols), Q8Group::ZERO);
         (self.max_rows, self.cols, self.order) = (max_rows, cols, order);
     }
 
@@ -175,11 +175,15 @@ impl Q8Rows {
     #[inline]
     pub fn row(&self, row: usize) -> &[Q8Group] {
         assert!(row < self.max_rows);
-        let n = self.groups_per_row();
-        &self.groups[row * n..][..n]
+        &self.groups[row * stride(self.cols)..][..self.groups_per_row()]
     }
 
-    /// All groups, row after row: for packing in parallel.
+    /// Groups from the start of a row to that of the next.
+    pub fn stride(&self) -> usize {
+        stride(self.cols)
+    }
+
+    /// All groups, row after row with [`Q8Rows::stride`]: for packing in parallel.
     pub fn groups_mut(&mut self) -> &mut [Q8Group] {
         &mut self.groups
     }
@@ -188,9 +192,20 @@ impl Q8Rows {
     pub fn pack(&mut self, row: usize, x: &[f32]) {
         assert!(row < self.max_rows && x.len() == self.cols);
         let (n, order) = (self.groups_per_row(), self.order);
-        for (group, x) in self.groups[row * n..][..n].iter_mut().zip(x.chunks(GROUP)) {
+        for (group, x) in
+            self.groups[row * stride(self.cols)..][..n].iter_mut().zip(x.chunks(GROUP))
+        {
             group.pack(order, x);
         }
+    }
+}
+
+/// Rows are an odd number of groups apart, so that the same group of many rows does not fall into the few same sets
+/// of a cache.
+fn stride(cols: usize) -> usize {
+    match cols.div_ceil(GROUP) {
+        0 => 0,
+        n => n | 1,
     }
 }
 
@@ -207,8 +222,8 @@ mod tests {
         for amax in [127.0f32, 1.0, 3.7e-30, 1e38, f32::MAX] {
             let x = block(|i| if i == 0 { amax } else { amax / 127.0 * (i as f32 * 7.75 - 120.0) });
             let q = Q8Block::quantize(&x);
-            for i in 0..BLOCK {
-                let expected = (x[i] * (127.0 / amax)).round_ties_even().clamp(-127.0, 127.0);
+            for (i, &x) in x.iter().enumerate() {
+                let expected = (x * (127.0 / amax)).round_ties_even().clamp(-127.0, 127.0);
                 assert_eq!(q.codes[i] as f32, expected, "amax {amax} element {i}");
             }
         }

@@ -6,7 +6,7 @@
 //! No closures around vector operations, here or in the kernels: a closure is a function of its own without the
 //! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
-use forebay_quant::group::{E2M1_CODES, GROUP, Group, decode_group, pack_codes, q4_k_scales};
+use forebay_quant::group::{BLOCK, E2M1_CODES, GROUP, Group, decode_group, q4_k_scales};
 use forebay_quant::{ActOrder, CodeFacts, Format, ParamType};
 
 use super::isa::{Isa, RowPtrs};
@@ -434,7 +434,7 @@ impl<I: Isa, const BITS: u8> Decoder<I> for Mlx<BITS> {
     }
 }
 
-/// Any format, through the portable decoder.
+/// Any format whose activations are in sequential order, through the portable decoder.
 pub(super) struct Portable<const HALVES: bool, const BIAS: bool> {
     pub format: Format,
     pub offset: i32,
@@ -452,10 +452,9 @@ impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVE
 
     #[inline(always)]
     unsafe fn decode(&self, planes: [RowPtrs; 3]) -> Decoded<I> {
-        // SAFETY: whole groups in every plane; the packed buffers hold 8 words of 32 bytes.
+        // SAFETY: whole groups in every plane; 8 blocks of 32 codes.
         unsafe {
             let mut groups = [Group::EMPTY; 2];
-            let mut packed = [[0; GROUP]; 2];
             let size = self.format.group_bytes();
             for r in 0..I::ROWS {
                 let bytes = std::array::from_fn(|p| match size[p] {
@@ -463,25 +462,11 @@ impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVE
                     n => std::slice::from_raw_parts(planes[p][r], n),
                 });
                 decode_group(self.format, bytes, 8, &mut groups[r]);
-                pack_codes(ActOrder::Sequential, &groups[r].codes, &mut packed[r]);
             }
-            let rows = [packed[0].as_ptr(), packed[1].as_ptr()];
             let [a, b] = &groups;
+            let rows = [a.codes.as_ptr(), b.codes.as_ptr()];
             Decoded {
-                codes: concat(
-                    [
-                        I::load(rows, 0, 16),
-                        I::load(rows, 32, 48),
-                        I::load(rows, 64, 80),
-                        I::load(rows, 96, 112),
-                    ],
-                    [
-                        I::load(rows, 128, 144),
-                        I::load(rows, 160, 176),
-                        I::load(rows, 192, 208),
-                        I::load(rows, 224, 240),
-                    ],
-                ),
+                codes: concat(words::<I>(rows, 0, BLOCK), words::<I>(rows, 16, BLOCK)),
                 ws: [I::f32([a.ws[0], b.ws[0]]), I::f32([a.ws[1], b.ws[1]])],
                 wb: [I::f32([a.wb[0], b.wb[0]]), I::f32([a.wb[1], b.wb[1]])],
             }

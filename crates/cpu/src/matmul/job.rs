@@ -193,8 +193,10 @@ const TILES_PER_THREAD: usize = 6;
 /// Runs all jobs in one parallel region. Threads draw tiles from a common counter.
 ///
 /// # Panics
-/// If a job's rows, strides or bias do not fit its memory, or its activations do not fit its weights.
+/// If a job's rows, strides or bias do not fit its memory, its activations do not fit its weights, or the machine
+/// lacks the level.
 pub fn run_jobs(pool: &Pool, level: Level, jobs: &[Job<'_>]) {
+    super::require(level);
     let mut total = 0usize;
     for job in jobs {
         job.check();

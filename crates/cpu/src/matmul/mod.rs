@@ -12,6 +12,10 @@
 //! Work is split by output rows only, so no sum depends on it. One activation row (decode) streams the weights
 //! once; several rows decode a tile of weights once per 32 of them.
 
+// Kernels step through several small arrays at once; zipped iterators would hide that, and their closures cost
+// (see `decode`).
+#![allow(clippy::needless_range_loop)]
+
 mod float;
 mod job;
 mod kernel;
@@ -29,3 +33,30 @@ mod isa;
 
 pub use job::{Input, Job, OutRows, Rows, run_jobs};
 pub use pack::pack_rows;
+
+/// Panics if this machine lacks the instructions of `level`: what makes the kernels behind it safe to call.
+fn require(level: crate::Level) {
+    let there = match level {
+        crate::Level::Scalar => true,
+        #[cfg(target_arch = "x86_64")]
+        crate::Level::Avx2 => avx2(),
+        #[cfg(target_arch = "x86_64")]
+        crate::Level::Avx512 => {
+            avx2()
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vnni")
+        }
+        _ => cfg!(target_arch = "aarch64") && level == crate::Level::Neon,
+    };
+    assert!(there, "this machine cannot run {level} kernels");
+}
+
+#[cfg(target_arch = "x86_64")]
+fn avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}

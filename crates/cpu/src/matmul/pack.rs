@@ -13,9 +13,11 @@ const SERIAL: usize = 32 * 1024;
 /// Quantises `rows` rows of `x`, row `r` at `r * stride`, into the rows of `q`. The same bits at every level.
 ///
 /// # Panics
-/// If the rows lie outside `x` or do not fit `q`.
+/// If the rows lie outside `x` or do not fit `q`, or the machine lacks the level.
 pub fn pack_rows(pool: &Pool, level: Level, x: &[f32], stride: usize, rows: usize, q: &mut Q8Rows) {
-    let (cols, order, n_groups) = (q.cols(), q.order(), q.groups_per_row());
+    super::require(level);
+    let (cols, order) = (q.cols(), q.order());
+    let (n_groups, group_stride) = (q.groups_per_row(), q.stride());
     assert!(rows <= q.max_rows(), "{rows} rows into room for {}", q.max_rows());
     if rows == 0 || cols == 0 {
         return;
@@ -25,7 +27,8 @@ pub fn pack_rows(pool: &Pool, level: Level, x: &[f32], stride: usize, rows: usiz
     let out = Groups(q.groups_mut().as_mut_ptr());
     let pack_one = |row: usize| {
         // SAFETY: row < rows <= max_rows, and each row is given to one thread.
-        let groups = unsafe { std::slice::from_raw_parts_mut(out.row(row * n_groups), n_groups) };
+        let groups =
+            unsafe { std::slice::from_raw_parts_mut(out.row(row * group_stride), n_groups) };
         pack_row(level, order, &x[row * stride..][..cols], groups);
     };
     if rows == 1 || rows * cols <= SERIAL {
