@@ -65,9 +65,10 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
     }
     let s = Shape::read(cfg, catalog)?;
     let w = Weights::new(catalog);
-    let window = cfg.count(config::WINDOW)?;
+    // A GGUF file without a window has full layers only.
+    let window = cfg.opt_count(config::WINDOW)?.filter(|w| *w > 0);
     let every = cfg.opt_count(PATTERN)?.unwrap_or(6).max(1);
-    let sliding = decoder::sliding(cfg, s.layers, |l| (l + 1) % every != 0)?;
+    let sliding = decoder::sliding(cfg, s.layers, |l| window.is_some() && (l + 1) % every != 0)?;
     let activation = decoder::activation(cfg, Activation::GeluTanh)?;
     let inner = cfg.count(config::INTERMEDIATE)?;
     let norm = |name, l, len| -> Result<Norm, ModelError> {
@@ -80,7 +81,7 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
         attention.q_norm = Some(norm(decoder::Q_NORM, l, s.head_dim)?);
         attention.k_norm = Some(norm(decoder::K_NORM, l, s.head_dim)?);
         attention.rope = Some(RopeId(sliding as usize));
-        attention.window = sliding.then_some(window);
+        attention.window = window.filter(|_| sliding);
         attention.scale = scale;
         let dense = DenseBranch {
             norm: norm(FFN_NORM, l, s.d)?,
