@@ -59,7 +59,10 @@ fn trunk_and_experts() {
     assert_eq!(experts["per_token"], 4);
     assert_eq!(experts["layers"], 6);
     let slot = experts["bytes"].as_u64().unwrap();
-    assert!(slot % 4096 == 0 && (expert..expert + 4 * 8192).contains(&slot), "{slot}, {expert}");
+    assert!(
+        slot.is_multiple_of(4096) && (expert..expert + 4 * 8192).contains(&slot),
+        "{slot}, {expert}"
+    );
     assert_eq!(line(&report, "expert slots") % slot, 0);
     assert_eq!(report["formats"]["MXFP4"], 96 * expert, "{}", report["formats"]);
 }

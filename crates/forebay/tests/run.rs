@@ -157,7 +157,8 @@ fn seeds_decide_draws_and_nothing_else_does() {
     };
     let greedy = sample(&[]);
     assert_eq!(sample(&["--temp", "0", "--seed", "9"]), greedy);
-    assert_eq!(sample(&["--temp", "1", "--top-k", "1", "--seed", "9"]), greedy);
+    let one = ["--temp", "1", "--top-k", "1", "--repeat-penalty", "1", "--seed", "9"];
+    assert_eq!(sample(&one), greedy);
     let seven = sample(&["--temp", "1", "--seed", "7"]);
     assert_ne!(seven, greedy);
     assert_ne!(seven, sample(&["--temp", "1", "--seed", "8"]));
@@ -188,9 +189,10 @@ fn models_recommend_how_to_sample() {
     assert_ne!(seven, greedy);
     assert_ne!(seven, sample("{}", &["--seed", "8"]));
     let usual = ["--temp", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.05"];
-    let with_seed = [&usual[..], &["--seed", "7"]].concat();
-    assert_eq!(sample(r#"{"do_sample": true, "top_k": 1}"#, &with_seed), seven, "options win");
-    assert_eq!(sample(r#"{"do_sample": true, "top_k": 1}"#, &["--seed", "7"]), greedy);
+    let with_seed = [&usual[..], &["--repeat-penalty", "1.1", "--seed", "7"]].concat();
+    let recommended = r#"{"do_sample": true, "top_k": 1, "repetition_penalty": 1.0}"#;
+    assert_eq!(sample(recommended, &with_seed), seven, "options win");
+    assert_eq!(sample(recommended, &["--seed", "7"]), greedy);
     assert_eq!(sample(r#"{"top_k": 1}"#, &["--seed", "7"]), seven, "not meant to be sampled");
 }
 
