@@ -578,8 +578,8 @@ mod tests {
             for (r, position) in positions.into_iter().enumerate() {
                 for h in 0..heads {
                     let at = |i: usize| (r * heads + h) * hd + i;
-                    for i in 0..rot / 2 {
-                        let angle = (position as f32 * inv_freq[i]) as f64;
+                    for (i, freq) in inv_freq.iter().enumerate() {
+                        let angle = (position as f32 * freq) as f64;
                         let (s, c) = angle.sin_cos();
                         let (first, second) = match pairs {
                             RopePairs::Halves => (at(i), at(i + rot / 2)),

@@ -4,18 +4,21 @@
 //! all are allocated when it is made, so that a pass allocates nothing that grows with the model. Each
 //! [`Op`] is a few calls of kernels. Not here: kernels, scheduling, disks.
 
+mod experts;
 mod recurrent;
 
 use std::ops::Range;
 
 use forebay_models::WeightRef;
 use forebay_program::{
-    AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, Moe,
-    MoeId, Op, Operand, Pass, Program, Routing, Vector, VectorForm,
+    AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, MoeId,
+    Op, Operand, Pass, Program, Routing, Vector, VectorForm,
 };
 use forebay_quant::{MatrixView, PlaneView, Q8Rows};
 use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
 use std::sync::Arc;
+
+use experts::{ByExpert, ExpertScratch};
 
 use crate::attention::{self, AttnParams, AttnRow, KvLayout, KvPages, KvType};
 use crate::matmul::{self, Input, Job, OutRows};
@@ -27,9 +30,6 @@ use crate::vecmath;
 
 /// Rows that want logits are worked through this many at a time, so that `[rows, vocab]` stays small.
 const LOGIT_ROWS: usize = 16;
-
-/// Chosen experts' rows are worked through this many at a time: bounds the scratch of a chunk.
-const EXPERT_TILE_ROWS: usize = 512;
 
 /// Sizes that decide what a backend allocates.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,44 +84,22 @@ struct LayerKv {
     pages: Region,
 }
 
-/// Rows of the chosen experts in one tile.
-struct ExpertScratch {
-    rows: usize,
-    gate: Vec<f32>,
-    up: Vec<f32>,
-    packed: Option<Q8Rows>,
-    /// Per job of a tile: (token row, tile row), (tile row, row of the output).
-    maps: Vec<(Vec<(u32, u32)>, Vec<(u32, u32)>)>,
-}
-
 struct HeadScratch {
     hidden: Vec<f32>,
     packed: Option<Q8Rows>,
-}
-
-/// Output rows (`row * top_k + rank`) of the current layer, grouped by expert.
-#[derive(Default)]
-struct ByExpert {
-    starts: Vec<u32>,
-    outputs: Vec<u32>,
 }
 
 impl CpuBackend {
     /// What [`CpuBackend::new`] will allocate.
     pub fn bytes(program: &Program, shape: &CpuShape) -> CpuBytes {
         let rows = shape.max_rows;
-        let tile = expert_tile(program, rows);
         let logit_rows = rows.min(LOGIT_ROWS);
         let head = &program.weights[program.head.weight.0];
         let mut scratch = (rows * program.scratch_width * 4) as u64;
         for p in &program.packs {
             scratch += Q8Rows::bytes_for(rows, p.cols) as u64;
         }
-        let inner = program.moes.iter().map(|m| m.intermediate).max().unwrap_or(0);
-        scratch += 2 * (tile * inner * 4) as u64;
-        if program.moes.iter().any(|m| m.hidden_order.is_some()) {
-            scratch += Q8Rows::bytes_for(tile, inner) as u64;
-        }
+        scratch += ExpertScratch::bytes(program, rows);
         scratch += (logit_rows * (head.cols + head.rows) * 4) as u64;
         if program.head.pack.is_some() {
             scratch += Q8Rows::bytes_for(logit_rows, head.cols) as u64;
@@ -158,9 +136,6 @@ impl CpuBackend {
         let vectors: Result<Vec<Vec<f32>>, StoreError> =
             vectors.map(|v| load_vector(files, v)).collect();
         let rows = shape.max_rows;
-        let tile = expert_tile(&program, rows);
-        let inner = program.moes.iter().map(|m| m.intermediate).max().unwrap_or(0);
-        let order = program.moes.iter().find_map(|m| m.hidden_order);
         let head = &program.weights[program.head.weight.0];
         let kv = program.kv_layers.iter().map(|l| {
             let layout = KvLayout::new(l.n_kv_heads, l.head_dim, shape.kv_type);
@@ -177,13 +152,7 @@ impl CpuBackend {
             max_rows: rows,
             arena: vec![0.0; rows * program.scratch_width],
             packs: program.packs.iter().map(|p| Q8Rows::new(rows, p.cols, p.order)).collect(),
-            experts: ExpertScratch {
-                rows: tile,
-                gate: vec![0.0; tile * inner],
-                up: vec![0.0; tile * inner],
-                packed: order.map(|o| Q8Rows::new(tile, inner, o)),
-                maps: Vec::new(),
-            },
+            experts: ExpertScratch::new(&program, rows),
             head: HeadScratch {
                 hidden: vec![0.0; logit_rows * head.cols],
                 packed: program.head.pack.map(|o| Q8Rows::new(logit_rows, head.cols, o)),
@@ -280,119 +249,6 @@ impl CpuBackend {
         let (q, out) = (Rows::dense(q, width), RowsMut::dense(out, width));
         attention::attend(&self.pool, self.level, &params, &pages, &rows, q, out);
     }
-
-    fn route(&mut self, logits: BufferId, id: MoeId, rows: usize) -> Result<(), BackendError> {
-        let range = self.range(logits, rows);
-        let moe = &self.program.moes[id.0];
-        let (e, k) = (moe.n_experts, moe.top_k);
-        let routing = &mut self.routings[id.0];
-        routing.ids.resize(rows * k, 0);
-        routing.weights.resize(rows * k, 0.0);
-        let outputs = routing.ids.chunks_exact_mut(k).zip(routing.weights.chunks_exact_mut(k));
-        for (logits, (ids, weights)) in self.arena[range].chunks_exact(e).zip(outputs) {
-            ops::route(self.level, logits, moe.score, ids, weights)
-                .map_err(|_| BackendError::RouterNan { layer: moe.layer })?;
-            if let Some(scale) = moe.expert_scale {
-                let scale = &self.vectors[scale.0];
-                for (weight, id) in weights.iter_mut().zip(ids) {
-                    *weight *= scale[*id as usize];
-                }
-            }
-        }
-        self.by_expert.group(&routing.ids, e);
-        Ok(())
-    }
-
-    fn expert_tile(&mut self, moe: &Moe, parts: &[(ExpertMatrices<'_>, Range<usize>)]) {
-        let k = moe.top_k as u32;
-        let (inner, d) = (moe.intermediate, moe.hidden_size);
-        while self.experts.maps.len() < parts.len() {
-            self.experts.maps.push(Default::default());
-        }
-        let mut tile_row = 0;
-        for ((_, outputs), (into, out_of)) in parts.iter().zip(&mut self.experts.maps) {
-            into.clear();
-            out_of.clear();
-            for &output in &self.by_expert.outputs[outputs.clone()] {
-                into.push((output / k, tile_row));
-                out_of.push((tile_row, output));
-                tile_row += 1;
-            }
-        }
-        let rows = tile_row as usize;
-        let max_rows = self.max_rows;
-        let out_range = buffer_range(&self.program, max_rows, moe.out, max_rows);
-        let (x, out) = match moe.input {
-            Operand::Packed(_) => (None, &mut self.arena[out_range]),
-            Operand::F32(b) => {
-                let x = buffer_range(&self.program, max_rows, b, max_rows);
-                let [x, out] = self
-                    .arena
-                    .get_disjoint_mut([x, out_range])
-                    .expect("input and output of experts are apart");
-                (Some(&*x), out)
-            }
-        };
-        let gate_out = OutRows::new(&mut self.experts.gate[..rows * inner], inner);
-        let up_out = OutRows::new(&mut self.experts.up[..rows * inner], inner);
-        let bias = |e: u16, which: usize| {
-            moe.biases.get(e as usize).map(|b| self.vectors[b[which].0].as_slice())
-        };
-        let mut jobs = Vec::with_capacity(parts.len() * 2);
-        for ((m, _), (into, _)) in parts.iter().zip(&self.experts.maps) {
-            let input = || match (moe.input, x) {
-                (Operand::Packed(p), _) => Input::Q8(&self.packs[p.0]),
-                (_, Some(x)) => Input::F32 { data: x, stride: d },
-                _ => unreachable!("f32 input was taken above"),
-            };
-            for (which, (weight, out)) in [(m.gate, &gate_out), (m.up, &up_out)].iter().enumerate()
-            {
-                jobs.push(Job {
-                    weight: *weight,
-                    input: input(),
-                    rows: matmul::Rows::Map(into),
-                    // SAFETY: every job of a matrix writes its own tile rows: `tile_row` above
-                    // never repeats, and gate and up have buffers of their own.
-                    out: unsafe { out.alias() },
-                    bias: bias(m.expert, which),
-                });
-            }
-            self.bytes_moved += view_bytes(&m.gate) + view_bytes(&m.up) + view_bytes(&m.down);
-        }
-        matmul::run_jobs(&self.pool, self.level, &jobs);
-        drop(jobs);
-        let n = rows * inner;
-        ops::glu(
-            &self.pool,
-            self.level,
-            moe.activation,
-            &mut self.experts.gate[..n],
-            &self.experts.up[..n],
-        );
-        let hidden = &self.experts.gate[..n];
-        if let (Some(packed), Some(order)) = (&mut self.experts.packed, moe.hidden_order) {
-            packed.reshape(rows, inner, order);
-            matmul::pack_rows(&self.pool, self.level, hidden, inner, rows, packed);
-        }
-        let out = OutRows::new(out, d);
-        let mut jobs = Vec::with_capacity(parts.len());
-        for ((m, _), (_, out_of)) in parts.iter().zip(&self.experts.maps) {
-            let input = match (&self.experts.packed, moe.hidden_order) {
-                (Some(packed), Some(_)) => Input::Q8(packed),
-                _ => Input::F32 { data: hidden, stride: inner },
-            };
-            jobs.push(Job {
-                weight: m.down,
-                input,
-                rows: matmul::Rows::Map(out_of),
-                // SAFETY: an output row is `row * top_k + rank`, and each is in the list of one
-                // expert only.
-                out: unsafe { out.alias() },
-                bias: bias(m.expert, 2),
-            });
-        }
-        matmul::run_jobs(&self.pool, self.level, &jobs);
-    }
 }
 
 impl Backend for CpuBackend {
@@ -427,27 +283,7 @@ impl Backend for CpuBackend {
     }
 
     fn experts(&mut self, id: MoeId, experts: &[ExpertMatrices<'_>]) {
-        let program = self.program.clone();
-        let moe = &program.moes[id.0];
-        let mut parts: Vec<(ExpertMatrices<'_>, Range<usize>)> = Vec::new();
-        let mut used = 0;
-        for m in experts {
-            let mut left = self.by_expert.of(m.expert);
-            while !left.is_empty() {
-                let n = left.len().min(self.experts.rows - used);
-                parts.push((*m, left.start..left.start + n));
-                left.start += n;
-                used += n;
-                if used == self.experts.rows {
-                    self.expert_tile(moe, &parts);
-                    parts.clear();
-                    used = 0;
-                }
-            }
-        }
-        if !parts.is_empty() {
-            self.expert_tile(moe, &parts);
-        }
+        self.run_experts(id, experts);
     }
 
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) {
@@ -612,31 +448,6 @@ impl CpuBackend {
     }
 }
 
-impl ByExpert {
-    /// Counting sort of output rows by expert.
-    fn group(&mut self, ids: &[u16], n_experts: usize) {
-        self.starts.clear();
-        self.starts.resize(n_experts + 1, 0);
-        for &e in ids {
-            self.starts[e as usize + 1] += 1;
-        }
-        for e in 0..n_experts {
-            self.starts[e + 1] += self.starts[e];
-        }
-        let mut next = self.starts.clone();
-        self.outputs.resize(ids.len(), 0);
-        for (i, &e) in ids.iter().enumerate() {
-            self.outputs[next[e as usize] as usize] = i as u32;
-            next[e as usize] += 1;
-        }
-    }
-
-    /// Which of `outputs` are of expert `e`.
-    fn of(&self, e: u16) -> Range<usize> {
-        self.starts[e as usize] as usize..self.starts[e as usize + 1] as usize
-    }
-}
-
 /// A row with its page table.
 struct RowPages<'a> {
     pos: u32,
@@ -659,11 +470,6 @@ fn attention_rows<'a>(pass: &Pass<'a>, class: usize) -> Vec<RowPages<'a>> {
         last_of_sequence: next != Some(s),
     })
     .collect()
-}
-
-fn expert_tile(program: &Program, rows: usize) -> usize {
-    let top_k = program.moes.iter().map(|m| m.top_k).max().unwrap_or(0);
-    (rows * top_k).min(EXPERT_TILE_ROWS)
 }
 
 fn buffer_range(program: &Program, max_rows: usize, b: BufferId, rows: usize) -> Range<usize> {

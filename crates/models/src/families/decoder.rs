@@ -74,11 +74,11 @@ impl Shape {
             found: found.to_string(),
             expected,
         };
-        if n_kv_heads == 0 || self.n_heads % n_kv_heads != 0 {
+        if n_kv_heads == 0 || !self.n_heads.is_multiple_of(n_kv_heads) {
             let expected = format!("a divisor of {}", self.n_heads);
             return Err(bad("num_key_value_heads", n_kv_heads, expected));
         }
-        if head_dim == 0 || head_dim % 2 != 0 || head_dim > 1024 {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > 1024 {
             return Err(bad("head_dim", head_dim, "an even number up to 1024".into()));
         }
         Ok(Shape { n_kv_heads, head_dim, ..self })

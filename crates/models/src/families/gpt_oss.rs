@@ -50,10 +50,10 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
     };
     let rope = RopeConfig::read(cfg, None)?.table(s.head_dim);
     let mut layers = Vec::with_capacity(s.layers);
-    for l in 0..s.layers {
+    for (l, &sliding) in sliding.iter().enumerate() {
         let mut attention = decoder::attention(&w, &s, l)?;
         attention.rope = Some(RopeId(0));
-        attention.window = sliding[l].then_some(window);
+        attention.window = sliding.then_some(window);
         attention.sinks = Some(w.vector(SINKS, l, s.n_heads)?);
         let shape = [n_experts, inner, s.d];
         let mut experts =
