@@ -7,7 +7,7 @@
     tools/golden_from_gguf.py models/tiny-gpt-oss --prompts models/reference/prompts.json \\
         --out models/reference/gpt_oss-hf.json
 
-MODEL is a GGUF file (architecture qwen3moe), whose weights the `gguf` package dequantises and whose keys give the
+MODEL is a GGUF file (architecture qwen3moe or gemma4), whose weights the `gguf` package dequantises and whose keys give the
 transformers configuration, or a folder that transformers opens itself. Nothing of Forebay takes part.
 
 Per prompt: the top 40 logits and the log-sum-exp at four positions, logits of the last one (whole in the first case,
@@ -35,7 +35,64 @@ LAYER = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.gate",
 }
+GEMMA4_LAYER = {
+    **{k: v for k, v in LAYER.items() if k.startswith("attn")},
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "router.proj",
+}
+# Whole names, which end differently in the two.
+GEMMA4_WHOLE = {
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "layer_output_scale.weight": "layer_scalar",
+}
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def gemma4_config(field, vocab, tensors):
+    """Keys of Gemma 4. The part of a full layer's heads that turns is where rope_freqs holds no huge divisor."""
+    sliding = [bool(x) for x in field("attention.sliding_window_pattern")]
+    kv_heads = [int(x) for x in field("attention.head_count_kv")]
+    turning = float((tensors["rope_freqs.weight"].data < 1e20).mean())
+    return transformers.Gemma4TextConfig(
+        vocab_size=vocab,
+        hidden_size=field("embedding_length"),
+        intermediate_size=field("feed_forward_length"),
+        moe_intermediate_size=field("expert_feed_forward_length"),
+        num_hidden_layers=field("block_count"),
+        num_attention_heads=field("attention.head_count"),
+        num_key_value_heads=kv_heads[sliding.index(True)],
+        num_global_key_value_heads=kv_heads[sliding.index(False)],
+        head_dim=field("attention.key_length_swa"),
+        global_head_dim=field("attention.key_length"),
+        attention_k_eq_v=f"blk.{sliding.index(False)}.attn_v.weight" not in tensors,
+        enable_moe_block=True,
+        num_experts=field("expert_count"),
+        top_k_experts=field("expert_used_count"),
+        layer_types=["sliding_attention" if s else "full_attention" for s in sliding],
+        sliding_window=field("attention.sliding_window"),
+        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=field("context_length"),
+        final_logit_softcapping=field("final_logit_softcapping"),
+        hidden_size_per_layer_input=0,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": turning,
+                               "rope_theta": field("rope.freq_base")},
+            "sliding_attention": {"rope_type": "default", "rope_theta": field("rope.freq_base_swa")},
+        },
+        tie_word_embeddings="output.weight" not in tensors,
+        attn_implementation="eager",
+    )
 
 
 def from_gguf(path):
@@ -45,12 +102,14 @@ def from_gguf(path):
     reader = gguf.GGUFReader(path)
     key = lambda name: reader.fields[name].contents()
     arch = key("general.architecture")
-    if arch != "qwen3moe":
+    if arch not in ("qwen3moe", "gemma4"):
         raise SystemExit(f"{path}: architecture {arch} has no mapping here")
     field = lambda name: key(f"{arch}.{name}")
     tensors = {t.name: t for t in reader.tensors}
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(key("tokenizer.ggml.tokens")),
+    vocab = len(key("tokenizer.ggml.tokens"))
+    layer_names = GEMMA4_LAYER if arch == "gemma4" else LAYER
+    config = gemma4_config(field, vocab, tensors) if arch == "gemma4" else transformers.Qwen3MoeConfig(
+        vocab_size=vocab,
         hidden_size=field("embedding_length"),
         intermediate_size=field("feed_forward_length"),
         moe_intermediate_size=field("expert_feed_forward_length"),
@@ -80,10 +139,14 @@ def from_gguf(path):
         if part in TOP:
             state[f"{TOP[part]}.{kind}"] = weight(name)
             continue
+        if name == "rope_freqs.weight":
+            continue
         layer, part = re.fullmatch(r"blk\.(\d+)\.(\w+)", part).groups()
         at = f"model.layers.{layer}"
-        if part in LAYER:
-            state[f"{at}.{LAYER[part]}.{kind}"] = weight(name)
+        if arch == "gemma4" and f"{part}.{kind}" in GEMMA4_WHOLE:
+            state[f"{at}.{GEMMA4_WHOLE[f'{part}.{kind}']}"] = weight(name)
+        elif part in layer_names:
+            state[f"{at}.{layer_names[part]}.{kind}"] = weight(name)
         elif part == "ffn_gate_exps":
             up = weight(name.replace("gate_exps", "up_exps"))
             state[f"{at}.mlp.experts.gate_up_proj"] = torch.cat([weight(name), up], dim=1)
