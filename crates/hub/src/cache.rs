@@ -75,12 +75,13 @@ impl Cache {
         if !is_complete(&snapshot, &selection) {
             return Ok(None);
         }
-        match selection.models.as_slice() {
-            [one] => Ok(Some(CachedModel { path: snapshot.join(one), commit })),
-            several => Err(HubError::Ambiguous {
+        let mut paths = selection.model_paths(&snapshot);
+        match (paths.pop(), paths.is_empty()) {
+            (Some(path), true) => Ok(Some(CachedModel { path, commit })),
+            _ => Err(HubError::Ambiguous {
                 repo: repo.to_string(),
-                choices: several.to_vec(),
-                example: several.first().cloned().unwrap_or_default(),
+                example: selection.models.first().cloned().unwrap_or_default(),
+                choices: selection.models,
             }),
         }
     }
@@ -89,7 +90,8 @@ impl Cache {
         self.root.join(repo.folder())
     }
 
-    pub(crate) fn snapshot(&self, repo: &RepoId, commit: &str) -> PathBuf {
+    /// Folder of a commit.
+    pub fn snapshot(&self, repo: &RepoId, commit: &str) -> PathBuf {
         self.folder(repo).join("snapshots").join(commit)
     }
 

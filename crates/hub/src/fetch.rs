@@ -106,8 +106,8 @@ impl Hub {
         let weights =
             weights.map(|f| (f.clone(), listing.url(&self.client, f), listing.subject(f)));
         let companions = selection.companions.iter().map(|f| f.path.clone()).collect();
-        let main = selection.models.first().cloned().unwrap_or_default();
-        Ok(RemoteModel::new(self.client.clone(), dir, &main, companions, weights.collect()))
+        let main = selection.model_paths(&dir).into_iter().next().unwrap_or_else(|| dir.clone());
+        Ok(RemoteModel::new(self.client.clone(), dir, main, companions, weights.collect()))
     }
 
     fn fetch_files(

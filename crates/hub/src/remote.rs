@@ -117,7 +117,7 @@ impl RemoteModel {
     pub(crate) fn new(
         client: Arc<Client>,
         dir: PathBuf,
-        main: &str,
+        main: PathBuf,
         companions: Vec<String>,
         weights: Vec<(RepoFile, String, Subject)>,
     ) -> RemoteModel {
@@ -127,7 +127,7 @@ impl RemoteModel {
         });
         RemoteModel {
             client,
-            main: if main.is_empty() { dir.clone() } else { dir.join(main) },
+            main,
             companions: companions.iter().map(|c| dir.join(c)).collect(),
             weights: weights.collect(),
             dir,

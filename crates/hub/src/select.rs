@@ -5,6 +5,7 @@
 //! person can choose they are asked to.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use forebay_files::shards::{ShardName, has_extension};
 
@@ -60,6 +61,15 @@ impl Selection {
     /// All files, small ones first.
     pub fn files(&self) -> Vec<RepoFile> {
         self.companions.iter().chain(&self.weights).cloned().collect()
+    }
+
+    /// What to open, in a snapshot's folder.
+    pub fn model_paths(&self, snapshot: &Path) -> Vec<PathBuf> {
+        let path = |m: &String| match m.is_empty() {
+            true => snapshot.to_owned(), // joined, it would end in a slash
+            false => snapshot.join(m),
+        };
+        self.models.iter().map(path).collect()
     }
 
     /// Bytes of all files.

@@ -23,6 +23,7 @@ fn folder() -> Repo {
 }
 
 #[test]
+#[cfg(unix)] // symlinks
 fn a_folder_comes_whole() {
     let repo_files = folder();
     let server = repo_files.clone().serve(|_, _| None);
@@ -74,6 +75,7 @@ fn a_folder_comes_whole() {
 }
 
 #[test]
+#[cfg(unix)] // symlinks
 fn a_split_set_in_a_subfolder() {
     let repo_files = Repo::new(&[
         ("Q4/m-Q4-00001-of-00002.gguf", &bytes(800)),
