@@ -9,6 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use forebay_quant::Format;
 use serde_json::Value;
 
+use crate::access::{Disk, FileAccess};
 use crate::error::{ChangeKind, FilesError};
 
 /// Storage type of a tensor as its container names it.
@@ -265,7 +266,12 @@ impl Catalog {
     ///
     /// What a file is is told by its content. No weight is read.
     pub fn open(path: &Path) -> Result<Catalog, FilesError> {
-        crate::open::open(path)
+        Catalog::open_with(&Disk, path)
+    }
+
+    /// The same for files that are not on this machine's disk.
+    pub fn open_with(access: &dyn FileAccess, path: &Path) -> Result<Catalog, FilesError> {
+        crate::open::open(access, path)
     }
 
     /// A tensor by its name in the file.

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::access::FileAccess;
 use crate::catalog::{Catalog, FileEntry, MetaValue, Source, TensorInfo};
 use crate::error::{FilesError, ShardFault};
 use crate::gguf::{self, Header};
@@ -16,8 +17,8 @@ const COUNT_KEY: &str = "split.count";
 const TENSORS_KEY: &str = "split.tensors.count";
 
 /// Opens a GGUF file, and the others of its set.
-pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
-    let (first, entry) = read(path)?;
+pub(crate) fn open(access: &dyn FileAccess, path: &Path) -> Result<Catalog, FilesError> {
+    let (first, entry) = read(access, path)?;
     let count = split_value(&first, COUNT_KEY).unwrap_or(1);
     let mut set = Set::new();
     if count <= 1 {
@@ -26,11 +27,11 @@ pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
     }
 
     let number = split_value(&first, NUMBER_KEY).unwrap_or(0);
-    let names = names(path, number, count)?;
+    let names = names(access, path, number, count)?;
     let promised = split_value(&first, TENSORS_KEY);
     let metadata = set.add(path, entry, first)?;
     for (index, shard) in names.iter().enumerate().skip(1) {
-        let (header, entry) = read(shard)?;
+        let (header, entry) = read(access, shard)?;
         expect(shard, &header, NUMBER_KEY, index as u64)?;
         expect(shard, &header, COUNT_KEY, count)?;
         set.add(shard, entry, header)?;
@@ -43,8 +44,8 @@ pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
     Ok(set.into_catalog(metadata))
 }
 
-fn read(path: &Path) -> Result<(Header, FileEntry), FilesError> {
-    let (file, entry) = open_weights(path, "\"GGUF\"")?;
+fn read(access: &dyn FileAccess, path: &Path) -> Result<(Header, FileEntry), FilesError> {
+    let (file, entry) = open_weights(access, path, "\"GGUF\"")?;
     Ok((gguf::read_header(file, entry.len, path)?, entry))
 }
 
@@ -67,7 +68,12 @@ fn expect(
 }
 
 /// Paths of all files of the set whose shard `number` (from 0) of `count` is `path`; all are there.
-fn names(path: &Path, number: u64, count: u64) -> Result<Vec<PathBuf>, FilesError> {
+fn names(
+    access: &dyn FileAccess,
+    path: &Path,
+    number: u64,
+    count: u64,
+) -> Result<Vec<PathBuf>, FilesError> {
     let fail = |fault| Err(FilesError::ShardMismatch { file: path.to_owned(), fault });
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
     let Some(shard) = ShardName::parse(name) else {
@@ -92,7 +98,7 @@ fn names(path: &Path, number: u64, count: u64) -> Result<Vec<PathBuf>, FilesErro
     // `count` is the file name's: at most six digits.
     let names: Vec<String> = (1..=count).map(|n| shard.sibling(n)).collect();
     let dir = path.parent().unwrap_or(Path::new(""));
-    let missing = absent(dir, names.iter());
+    let missing = absent(access, dir, names.iter());
     if !missing.is_empty() {
         let (dir, count) = (dir.to_owned(), names.len());
         return Err(FilesError::MissingShard { dir, count, missing });

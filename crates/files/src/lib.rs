@@ -11,13 +11,14 @@
 
 #![forbid(unsafe_code)]
 
+pub mod access;
 pub mod catalog;
 pub mod error;
 mod open;
 
 mod extents;
 mod reader;
-mod shards;
+pub mod shards;
 
 pub mod ggml_types;
 pub mod gguf;
@@ -27,5 +28,6 @@ pub mod json;
 pub mod safetensors;
 mod safetensors_set;
 
+pub use access::{Disk, FileAccess};
 pub use catalog::{Catalog, Dtype, FileEntry, MetaValue, Source, TensorInfo};
 pub use error::{ChangeKind, FilesError, Hint, ShardFault};

@@ -1,9 +1,9 @@
 //! From a path to a catalog: what kind of thing is it, and which files belong to it.
 
-use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read, Seek};
+use std::io::{Cursor, ErrorKind, Read};
 use std::path::Path;
 
+use crate::access::{FileAccess, io_error};
 use crate::catalog::{Catalog, FileEntry};
 use crate::error::{FilesError, Hint, readable};
 use crate::gguf;
@@ -11,30 +11,33 @@ use crate::gguf_split;
 use crate::safetensors_set::{self, Offer};
 use crate::shards;
 
-pub(crate) fn open(path: &Path) -> Result<Catalog, FilesError> {
-    let metadata = fs::metadata(path).map_err(|e| io_error(path, "open", e))?;
-    if metadata.is_dir() {
-        return open_folder(path);
+pub(crate) fn open(access: &dyn FileAccess, path: &Path) -> Result<Catalog, FilesError> {
+    if let Some(names) = access.list(path)? {
+        return open_folder(access, path, &names);
     }
-    match sniff(path)? {
-        Kind::Gguf => gguf_split::open(path),
+    match sniff(access, path)? {
+        Kind::Gguf => gguf_split::open(access, path),
         Kind::Safetensors => {
             let dir = match path.parent() {
                 Some(dir) if dir != Path::new("") => dir,
                 _ => Path::new("."),
             };
-            safetensors_set::open_file(path, dir, &file_names(dir)?)
+            let siblings = access.list(dir)?.unwrap_or_default();
+            safetensors_set::open_file(access, path, dir, &siblings)
         }
     }
 }
 
-fn open_folder(dir: &Path) -> Result<Catalog, FilesError> {
-    let names = file_names(dir)?;
-    let safetensors = safetensors_set::offer(dir, &names)?;
-    let ggufs = shards::first_files(model_ggufs(&names).into_iter());
+fn open_folder(
+    access: &dyn FileAccess,
+    dir: &Path,
+    names: &[String],
+) -> Result<Catalog, FilesError> {
+    let safetensors = safetensors_set::offer(access, dir, names)?;
+    let ggufs = shards::first_files(model_ggufs(names).into_iter());
     match (safetensors, ggufs.as_slice()) {
-        (Offer::One(layout), []) => safetensors_set::open_set(dir, layout),
-        (Offer::None, [one]) => open_first(dir, one, &names),
+        (Offer::One(layout), []) => safetensors_set::open_set(access, dir, layout),
+        (Offer::None, [one]) => open_first(access, dir, one, names),
         (Offer::None, []) => Err(FilesError::UnknownFormat {
             file: dir.to_owned(),
             found: "no *.gguf and no *.safetensors in the folder".into(),
@@ -68,7 +71,12 @@ fn model_ggufs(names: &[String]) -> Vec<&str> {
 }
 
 /// Opens the only GGUF of a folder, whose first shard may be missing.
-fn open_first(dir: &Path, first: &str, names: &[String]) -> Result<Catalog, FilesError> {
+fn open_first(
+    access: &dyn FileAccess,
+    dir: &Path,
+    first: &str,
+    names: &[String],
+) -> Result<Catalog, FilesError> {
     if let Some(shard) = shards::ShardName::parse(first) {
         let all = (1..=shard.count).map(|n| shard.sibling(n));
         let missing: Vec<String> = all.filter(|n| !names.contains(n)).collect();
@@ -77,7 +85,7 @@ fn open_first(dir: &Path, first: &str, names: &[String]) -> Result<Catalog, File
             return Err(FilesError::MissingShard { dir, count, missing });
         }
     }
-    open(&dir.join(first))
+    open(access, &dir.join(first))
 }
 
 /// Up to a safetensors header's opening brace.
@@ -89,9 +97,9 @@ enum Kind {
 }
 
 /// Judges by content; the extension only decides what to say about a file that is neither.
-fn sniff(path: &Path) -> Result<Kind, FilesError> {
-    let (file, entry) = open_regular(path)?;
-    let head = read_head(&file, path)?;
+fn sniff(access: &dyn FileAccess, path: &Path) -> Result<Kind, FilesError> {
+    let (mut file, entry) = access.open(path)?;
+    let head = read_head(&mut file, path)?;
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
     let hint = Hint::of(&head);
 
@@ -119,57 +127,33 @@ fn sniff(path: &Path) -> Result<Kind, FilesError> {
     Err(FilesError::UnknownFormat { file, found, hint })
 }
 
-/// Names of what lies in a folder. Names that are not text cannot be those of a model's files.
-fn file_names(dir: &Path) -> Result<Vec<String>, FilesError> {
-    let entries = fs::read_dir(dir).map_err(|e| io_error(dir, "list", e))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|e| io_error(dir, "list", e))?;
-        names.extend(entry.file_name().into_string());
-    }
-    names.sort();
-    Ok(names)
-}
-
 /// Which of the names do not lead to a file in `dir`.
-pub(crate) fn absent<'a>(dir: &Path, names: impl Iterator<Item = &'a String>) -> Vec<String> {
-    names.filter(|name| !dir.join(name).is_file()).cloned().collect()
-}
-
-/// Opens a file and takes down its length and time. Only a regular file: a pipe would block.
-pub(crate) fn open_regular(path: &Path) -> Result<(File, FileEntry), FilesError> {
-    let metadata = fs::metadata(path).map_err(|e| io_error(path, "open", e))?;
-    if !metadata.is_file() {
-        return Err(FilesError::UnknownFormat {
-            file: path.to_owned(),
-            found: "not a regular file".into(),
-            hint: Hint::None,
-        });
-    }
-    let file = File::open(path).map_err(|e| io_error(path, "open", e))?;
-    // Of the file that is now open, whatever the path leads to by then.
-    let metadata = file.metadata().map_err(|e| io_error(path, "examine", e))?;
-    Ok((file, FileEntry::new(path, &metadata)))
+pub(crate) fn absent<'a>(
+    access: &dyn FileAccess,
+    dir: &Path,
+    names: impl Iterator<Item = &'a String>,
+) -> Vec<String> {
+    names.filter(|name| !access.is_file(&dir.join(name))).cloned().collect()
 }
 
 /// Opens a file that must hold weights in `format`: what stands in for one (a Git LFS pointer, a web
 /// page) is told by its first bytes, before a reader takes them for a header.
 pub(crate) fn open_weights(
+    access: &dyn FileAccess,
     path: &Path,
     format: &'static str,
-) -> Result<(File, FileEntry), FilesError> {
-    let (mut file, entry) = open_regular(path)?;
-    let head = read_head(&file, path)?;
+) -> Result<(impl Read, FileEntry), FilesError> {
+    let (mut file, entry) = access.open(path)?;
+    let head = read_head(&mut file, path)?;
     let hint = Hint::of(&head);
     if hint != Hint::None {
         let (file, found) = (path.to_owned(), readable(&head));
         return Err(FilesError::BadMagic { file, expected: format, found, hint });
     }
-    file.rewind().map_err(|e| io_error(path, "read", e))?;
-    Ok((file, entry))
+    Ok((Cursor::new(head).chain(file), entry))
 }
 
-fn read_head(file: &File, path: &Path) -> Result<Vec<u8>, FilesError> {
+fn read_head(file: &mut dyn Read, path: &Path) -> Result<Vec<u8>, FilesError> {
     const HEAD_BYTES: u64 = 64;
     let mut head = Vec::new();
     file.take(HEAD_BYTES).read_to_end(&mut head).map_err(|e| io_error(path, "read", e))?;
@@ -177,8 +161,12 @@ fn read_head(file: &File, path: &Path) -> Result<Vec<u8>, FilesError> {
 }
 
 /// The bytes of a small text file; `None` if there is none.
-pub(crate) fn read_text(path: &Path, limit: u64) -> Result<Option<Vec<u8>>, FilesError> {
-    let (file, entry) = match open_regular(path) {
+pub(crate) fn read_text(
+    access: &dyn FileAccess,
+    path: &Path,
+    limit: u64,
+) -> Result<Option<Vec<u8>>, FilesError> {
+    let (file, entry) = match access.open(path) {
         Ok(opened) => opened,
         Err(FilesError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
             return Ok(None);
@@ -196,8 +184,4 @@ pub(crate) fn read_text(path: &Path, limit: u64) -> Result<Option<Vec<u8>>, File
     let mut bytes = Vec::new();
     file.take(limit).read_to_end(&mut bytes).map_err(|e| io_error(path, "read", e))?;
     Ok(Some(bytes))
-}
-
-fn io_error(path: &Path, action: &'static str, source: io::Error) -> FilesError {
-    FilesError::Io { file: path.to_owned(), action, source }
 }

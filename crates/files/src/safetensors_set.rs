@@ -2,10 +2,11 @@
 //! (`model.safetensors.index.json`: `weight_map` gives each tensor's file).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::access::FileAccess;
 use crate::catalog::{Catalog, FileEntry, Source, TensorInfo};
 use crate::error::{FilesError, ShardFault, quoted};
 use crate::json;
@@ -57,10 +58,14 @@ pub(crate) struct Index {
 
 /// Looks for a set among the names of a folder. `model.safetensors` goes before an index of other
 /// files, as in transformers.
-pub(crate) fn offer(dir: &Path, names: &[String]) -> Result<Offer, FilesError> {
+pub(crate) fn offer(
+    access: &dyn FileAccess,
+    dir: &Path,
+    names: &[String],
+) -> Result<Offer, FilesError> {
     let single = names.iter().any(|n| n == SINGLE_NAME);
     if let Some(name) = index_name(names) {
-        let index = read_index(dir, name)?;
+        let index = read_index(access, dir, name)?;
         if !single || index.shards.iter().any(|s| s == SINGLE_NAME) {
             return Ok(Offer::One(Layout::Index(index)));
         }
@@ -95,6 +100,7 @@ fn set_of(first: &str) -> Vec<String> {
 
 /// Opens one safetensors file in `dir`, which must not be a mere part of a set.
 pub(crate) fn open_file(
+    access: &dyn FileAccess,
     path: &Path,
     dir: &Path,
     siblings: &[String],
@@ -102,10 +108,10 @@ pub(crate) fn open_file(
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
     let fail = |fault| Err(FilesError::ShardMismatch { file: path.to_owned(), fault });
     if let Some(index) = index_name(siblings) {
-        let index = read_index(dir, index)?;
+        let index = read_index(access, dir, index)?;
         if index.shards.iter().any(|s| s == name) {
             return match index.shards.len() {
-                1 => open_set(dir, Layout::Index(index)),
+                1 => open_set(access, dir, Layout::Index(index)),
                 _ => fail(ShardFault::OpenFolder { index: index.name }),
             };
         }
@@ -114,26 +120,31 @@ pub(crate) fn open_file(
         Some(s) if s.number > 1 => {
             fail(ShardFault::NotFirst { number: s.number, count: s.count, first: s.sibling(1) })
         }
-        Some(_) => open_set(dir, Layout::Files(set_of(name))),
-        None => open_paths(dir, vec![path.to_owned()], None),
+        Some(_) => open_set(access, dir, Layout::Files(set_of(name))),
+        None => open_paths(access, dir, vec![path.to_owned()], None),
     }
 }
 
 /// Opens a set whose files lie in `dir`.
-pub(crate) fn open_set(dir: &Path, layout: Layout) -> Result<Catalog, FilesError> {
+pub(crate) fn open_set(
+    access: &dyn FileAccess,
+    dir: &Path,
+    layout: Layout,
+) -> Result<Catalog, FilesError> {
     let (names, index) = match layout {
         Layout::Index(index) => (index.shards.clone(), Some(index)),
         Layout::Files(names) => (names, None),
     };
-    let missing = absent(dir, names.iter());
+    let missing = absent(access, dir, names.iter());
     if !missing.is_empty() {
         let (dir, count) = (dir.to_owned(), names.len());
         return Err(FilesError::MissingShard { dir, count, missing });
     }
-    open_paths(dir, names.iter().map(|n| dir.join(n)).collect(), index.as_ref())
+    open_paths(access, dir, names.iter().map(|n| dir.join(n)).collect(), index.as_ref())
 }
 
 fn open_paths(
+    access: &dyn FileAccess,
     dir: &Path,
     paths: Vec<PathBuf>,
     index: Option<&Index>,
@@ -143,7 +154,7 @@ fn open_paths(
     let mut hasher = blake3::Hasher::new();
     for path in paths {
         let mismatch = |fault| FilesError::ShardMismatch { file: path.clone(), fault };
-        let (file, entry) = open_weights(&path, "a safetensors header")?;
+        let (file, entry) = open_weights(access, &path, "a safetensors header")?;
         let header = safetensors::read_header(file, entry.len, &path)?;
         for (name, mut tensor) in header.tensors {
             if let Some(earlier) = tensors.get(&name) {
@@ -160,13 +171,14 @@ fn open_paths(
         index.compare(dir, &files, &tensors)?;
     }
 
-    let (config, config_bytes) = match read_text(&dir.join("config.json"), MAX_CONFIG_BYTES)? {
-        Some(bytes) => (json::parse(&bytes, &dir.join("config.json"), "text")?, bytes),
-        None => (Value::Null, Vec::new()),
-    };
+    let (config, config_bytes) =
+        match read_text(access, &dir.join("config.json"), MAX_CONFIG_BYTES)? {
+            Some(bytes) => (json::parse(&bytes, &dir.join("config.json"), "text")?, bytes),
+            None => (Value::Null, Vec::new()),
+        };
     hasher.update(&config_bytes);
     let generation = dir.join("generation_config.json");
-    let generation_config = match read_text(&generation, MAX_CONFIG_BYTES)? {
+    let generation_config = match read_text(access, &generation, MAX_CONFIG_BYTES)? {
         Some(bytes) => Some(json::parse(&bytes, &generation, "text")?),
         None => None,
     };
@@ -178,10 +190,10 @@ fn open_paths(
     })
 }
 
-fn read_index(dir: &Path, name: &str) -> Result<Index, FilesError> {
+fn read_index(access: &dyn FileAccess, dir: &Path, name: &str) -> Result<Index, FilesError> {
     let path = dir.join(name);
     let missing = |key: &str| FilesError::MissingKey { file: path.clone(), key: key.into() };
-    let bytes = read_text(&path, MAX_INDEX_BYTES)?.ok_or_else(|| missing(name))?;
+    let bytes = read_text(access, &path, MAX_INDEX_BYTES)?.ok_or_else(|| missing(name))?;
     let json = json::parse(&bytes, &path, "text")?;
     let bad = |what: String, expected: &str, found: &Value| FilesError::BadValue {
         file: path.clone(),
@@ -199,7 +211,7 @@ fn read_index(dir: &Path, name: &str) -> Result<Index, FilesError> {
         let shard = shard.as_str().ok_or_else(|| {
             bad(format!("weight_map of tensor {}", quoted(tensor)), "a file name", shard)
         })?;
-        if !is_plain(shard) {
+        if !shards::is_plain(shard) {
             return Err(FilesError::UnsafePath { file: path, name: shard.to_owned() });
         }
         shards.insert(shard.to_owned());
@@ -209,14 +221,6 @@ fn read_index(dir: &Path, name: &str) -> Result<Index, FilesError> {
         return Err(bad("weight_map".into(), "at least one tensor", &Value::Object(map.clone())));
     }
     Ok(Index { name: name.to_owned(), weight_map, shards: shards.into_iter().collect() })
-}
-
-/// A relative path without `..`, drive or backslash, on any system.
-fn is_plain(name: &str) -> bool {
-    let odd = |c: char| c == '\\' || c == ':' || c.is_control();
-    !name.is_empty()
-        && !name.contains(odd)
-        && Path::new(name).components().all(|c| matches!(c, Component::Normal(_)))
 }
 
 impl Index {
@@ -251,21 +255,5 @@ impl Index {
             }
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn plain_names() {
-        for good in ["model-00001-of-00002.safetensors", "a/b.safetensors", "..a", "ü.safetensors"]
-        {
-            assert!(is_plain(good), "{good}");
-        }
-        for bad in ["", "..", "../a", "a/../../b", "/etc/x", "C:x", "a\\b", "./a", "a\0b", "a\nb"] {
-            assert!(!is_plain(bad), "{bad:?}");
-        }
     }
 }

@@ -1,17 +1,18 @@
 //! Names of the files of a set: `prefix-00001-of-00003.gguf`, counted from 1.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Component, Path};
 
 /// A shard's name taken apart. Widths are kept: some publishers write `-00001-of-000163`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ShardName {
+pub struct ShardName {
     prefix: String,
     number_width: usize,
     count_text: String,
     extension: String,
     /// From 1.
     pub number: u64,
+    /// Files of the set.
     pub count: u64,
 }
 
@@ -50,7 +51,7 @@ fn digits(text: &str) -> Option<u64> {
 }
 
 /// First file of each set among names of one extension; a file outside any set is a set of its own.
-pub(crate) fn first_files<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+pub fn first_files<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let firsts: BTreeSet<String> = names
         .map(|name| ShardName::parse(name).map_or_else(|| name.to_owned(), |s| s.sibling(1)))
         .collect();
@@ -58,9 +59,17 @@ pub(crate) fn first_files<'a>(names: impl Iterator<Item = &'a str>) -> Vec<Strin
 }
 
 /// Whether the name has the extension, in any case. Hidden files (`._x.gguf` of macOS) do not count.
-pub(crate) fn has_extension(name: &str, extension: &str) -> bool {
+pub fn has_extension(name: &str, extension: &str) -> bool {
     let found = Path::new(name).extension().and_then(|e| e.to_str());
     !name.starts_with('.') && found.is_some_and(|e| e.eq_ignore_ascii_case(extension))
+}
+
+/// A relative path without `..`, drive or backslash, on any system.
+pub fn is_plain(name: &str) -> bool {
+    let odd = |c: char| c == '\\' || c == ':' || c.is_control();
+    !name.is_empty()
+        && !name.contains(odd)
+        && Path::new(name).components().all(|c| matches!(c, Component::Normal(_)))
 }
 
 #[cfg(test)]
@@ -92,5 +101,16 @@ mod tests {
     fn sets() {
         let names = ["x.gguf", "a-00002-of-00002.gguf", "a-00001-of-00002.gguf"];
         assert_eq!(first_files(names.into_iter()), ["a-00001-of-00002.gguf", "x.gguf"]);
+    }
+
+    #[test]
+    fn plain_names() {
+        for good in ["model-00001-of-00002.safetensors", "a/b.safetensors", "..a", "ü.safetensors"]
+        {
+            assert!(is_plain(good), "{good}");
+        }
+        for bad in ["", "..", "../a", "a/../../b", "/etc/x", "C:x", "a\\b", "./a", "a\0b", "a\nb"] {
+            assert!(!is_plain(bad), "{bad:?}");
+        }
     }
 }

@@ -2,12 +2,14 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::io::{Cursor, Error, ErrorKind, Read};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use common::*;
-use forebay_files::{Catalog, Dtype, FilesError, MetaValue, ShardFault};
+use forebay_files::{Catalog, Dtype, FileAccess, FileEntry, FilesError, MetaValue, ShardFault};
 use serde_json::{Value, json};
 
 /// Shard `number` (from 0) of `count`, with one tensor of two floats.
@@ -428,4 +430,64 @@ fn faults_are_data() {
     let error = Catalog::open(&dir.path().join(T2)).unwrap_err();
     let FilesError::ShardMismatch { fault, .. } = error else { panic!("{error}") };
     assert_eq!(fault, ShardFault::NotFirst { number: 2, count: 3, first: T1.into() });
+}
+
+/// Files that are on no disk.
+struct Elsewhere(BTreeMap<PathBuf, Vec<u8>>);
+
+impl FileAccess for Elsewhere {
+    fn list(&self, path: &Path) -> Result<Option<Vec<String>>, FilesError> {
+        if self.0.contains_key(path) {
+            return Ok(None);
+        }
+        let inside = self.0.keys().filter(|p| p.parent() == Some(path));
+        Ok(Some(inside.map(|p| p.file_name().unwrap().to_str().unwrap().to_owned()).collect()))
+    }
+
+    fn open(&self, path: &Path) -> Result<(Box<dyn Read>, FileEntry), FilesError> {
+        let file = path.to_owned();
+        match self.0.get(path) {
+            Some(bytes) => {
+                let entry = FileEntry { path: file, len: bytes.len() as u64, mtime_ns: 0 };
+                Ok((Box::new(Cursor::new(bytes.clone())), entry))
+            }
+            None => {
+                let source = Error::from(ErrorKind::NotFound);
+                Err(FilesError::Io { file, action: "open", source })
+            }
+        }
+    }
+
+    fn is_file(&self, path: &Path) -> bool {
+        self.0.contains_key(path)
+    }
+}
+
+#[test]
+fn files_that_are_elsewhere() {
+    let sharded = vec![
+        ("config.json", text(json!({"model_type": "x"}))),
+        (
+            "model.safetensors.index.json",
+            index(json!({"a": "1.safetensors", "b": "2.safetensors"})),
+        ),
+        ("1.safetensors", st("a")),
+        ("2.safetensors", st("b")),
+    ];
+    let set = vec![(T1, split(0, 3, 3, "a")), (T2, split(1, 3, 3, "b")), (T3, split(2, 3, 3, "c"))];
+    for (files, opened) in [(sharded, ""), (set, T1)] {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), &files);
+        let here = Catalog::open(&dir.path().join(opened)).unwrap();
+        let there = files.into_iter().map(|(name, bytes)| (dir.path().join(name), bytes));
+        let mut there = Elsewhere(there.collect());
+        drop(dir);
+        let path = here.path();
+        let catalog = Catalog::open_with(&there, path).unwrap();
+        assert_eq!((&catalog.tensors, catalog.header_hash), (&here.tensors, here.header_hash));
+        assert_eq!(catalog.path(), path);
+        there.0.pop_last();
+        let gone = Catalog::open_with(&there, path).unwrap_err();
+        assert_eq!(gone.class(), if opened.is_empty() { "UnknownFormat" } else { "MissingShard" });
+    }
 }

@@ -38,6 +38,13 @@ pub enum Command {
     #[command(after_help = "Examples:\n  forebay inspect model.gguf --memory 4GiB\n  \
         forebay inspect folder/ --json")]
     Inspect(InspectArgs),
+    /// Download a model from a Hugging Face hub into the cache that other tools share.
+    #[command(after_help = "Examples:\n  forebay pull openai/gpt-oss-20b\n  \
+        forebay pull unsloth/gpt-oss-20b-GGUF:Q4_K_M\n  \
+        forebay pull org/name:*Q8_0* --revision v1.0 --json\n\n\
+        What was interrupted goes on where it ended. Variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, \
+        HF_HUB_CACHE, HF_HUB_OFFLINE.")]
+    Pull(PullArgs),
     /// Measure prefill and decode, with bytes and bandwidths.
     #[command(after_help = "Example:\n  forebay bench model.gguf --memory 4GiB \
         --prompt-tokens 512 --gen-tokens 64 --repeat 5 --json")]
@@ -77,6 +84,7 @@ impl Cli {
         match &self.command {
             Command::Run(a) => a.json,
             Command::Inspect(a) => a.json,
+            Command::Pull(a) => a.json,
             Command::Bench(a) => a.json,
             Command::Tokenize(a) => a.json,
             Command::Eval(e) => match &e.command {
@@ -91,8 +99,11 @@ impl Cli {
 /// A model: what every command begins with.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
-    /// A GGUF file (the first of a split set), or a safetensors or MLX folder.
+    /// A GGUF file (the first of a split set), a safetensors or MLX folder, or org/name[:file] of a hub.
     pub model: PathBuf,
+    /// Download a model that is not in the cache without asking.
+    #[arg(long, short, env = "FOREBAY_YES", value_parser = BoolishValueParser::new())]
+    pub yes: bool,
     #[command(flatten)]
     pub options: Options,
 }
@@ -416,6 +427,18 @@ pub struct InspectArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct PullArgs {
+    /// org/name, or org/name:PATTERN with a part of a file's name, or with * and ?.
+    pub model: String,
+    /// A branch, a tag or a commit.
+    #[arg(long, env = "FOREBAY_REVISION", default_value = "main", value_name = "NAME")]
+    pub revision: String,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct BenchArgs {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -490,7 +513,7 @@ pub struct SameArgs {
 
 #[derive(Debug, Args)]
 pub struct TokenizeArgs {
-    /// A model.
+    /// A model: a path, or org/name[:file] from the cache.
     pub model: PathBuf,
     /// A text, or ids with --decode.
     pub text: String,

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use forebay_engine::EngineError;
 use forebay_files::FilesError;
+use forebay_hub::HubError;
 use forebay_models::ModelError;
 use forebay_store::StoreError;
 use forebay_text::TextError;
@@ -26,7 +27,7 @@ pub fn usage(text: impl Into<String>) -> anyhow::Error {
 }
 
 /// Class and exit code of an error.
-fn classify(error: &anyhow::Error) -> (&'static str, u8) {
+pub fn classify(error: &anyhow::Error) -> (&'static str, u8) {
     let refused = |class: &'static str| match class {
         "Unsupported" | "BudgetTooSmall" | "OutOfMemoryBudget" => 3,
         _ => 1,
@@ -37,6 +38,15 @@ fn classify(error: &anyhow::Error) -> (&'static str, u8) {
         }
         if let Some(e) = cause.downcast_ref::<EngineError>() {
             return (e.class(), e.exit_code() as u8);
+        }
+        if let Some(e) = cause.downcast_ref::<HubError>() {
+            let code = match e.class() {
+                "Usage" | "NoMatch" => 2,
+                "Ambiguous" | "NoSpace" | "Offline" => 3,
+                "Cancelled" => 130,
+                _ => 1,
+            };
+            return (e.class(), code);
         }
         let class = cause
             .downcast_ref::<FilesError>()

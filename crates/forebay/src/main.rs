@@ -9,6 +9,7 @@ mod args;
 mod cmd;
 mod config;
 mod failure;
+mod hub;
 mod measure;
 mod model;
 mod term;
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(a) => cmd::run::run(a),
         Command::Inspect(a) => cmd::inspect::run(a),
+        Command::Pull(a) => cmd::pull::run(a),
         Command::Bench(a) => cmd::bench::run(a),
         Command::Eval(e) => match e.command {
             EvalCommand::Golden(a) => cmd::golden::run(a),

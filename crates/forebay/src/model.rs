@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use forebay_engine::engine::Opened;
-use forebay_engine::{Engine, EngineError, EngineOptions};
+use forebay_engine::{Engine, EngineOptions};
 use forebay_files::Catalog;
 use forebay_store::memory::PeakSampler;
 use forebay_text::{ChatTemplate, Tokenizer, TokenizerOptions};
 
 use crate::args::ModelArgs;
 use crate::failure::usage;
+use crate::hub::Wanted;
 use crate::term::Bar;
 
 /// A loaded model with what a command needs around it.
@@ -25,37 +26,60 @@ pub struct Loaded {
     pub peak: Option<PeakSampler>,
 }
 
-/// The path of a model; says what to do with `org/name` and with what is not there.
-pub fn resolve(model: &Path) -> anyhow::Result<PathBuf> {
-    if model.exists() {
-        return Ok(model.to_path_buf());
+/// The path of a model. One of a hub is looked for in the cache, and else fetched after asking.
+pub fn resolve(args: &ModelArgs) -> anyhow::Result<PathBuf> {
+    match find(&args.model)? {
+        Found::Here(path) => Ok(path),
+        Found::OnHub(wanted) => wanted.obtain(args),
     }
-    let text = model.to_string_lossy();
-    let parts: Vec<&str> = text.split('/').collect();
-    let looks_remote = parts.len() == 2
-        && !model.is_absolute()
-        && parts.iter().all(|p| !p.is_empty() && !p.starts_with('.'))
-        && !Path::new(parts[0]).exists();
-    if looks_remote {
-        return Err(EngineError::Refused {
-            what: format!("opening {text} from a hub"),
-            instead: "this version opens local files; give the path of a GGUF file or of a model \
-                      folder"
-                .into(),
-        }
-        .into());
-    }
-    Err(usage(format!("{text}: no such file or folder")))
 }
 
+/// Where a model is.
+pub enum Found {
+    /// On this machine.
+    Here(PathBuf),
+    /// On a hub, if there.
+    OnHub(Wanted),
+}
+
+/// Looks for a model on this machine.
+pub fn find(model: &Path) -> anyhow::Result<Found> {
+    if model.exists() {
+        return Ok(Found::Here(model.to_path_buf()));
+    }
+    let Some(wanted) = Wanted::parse(&model.to_string_lossy()) else {
+        return Err(usage(format!("{}: no such file or folder", model.display())));
+    };
+    Ok(match wanted.cached()? {
+        Some(path) => Found::Here(path),
+        None => Found::OnHub(wanted),
+    })
+}
+
+/// A model with its tokenizer and template; nothing is loaded yet.
+pub type Headers = (Opened, Tokenizer, Option<ChatTemplate>);
+
 /// Opens headers, tokenizer and template; loads nothing yet.
-pub fn open(
-    args: &ModelArgs,
-    adjust: impl FnOnce(&mut EngineOptions),
-) -> anyhow::Result<(Opened, Tokenizer, Option<ChatTemplate>)> {
+pub fn open(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow::Result<Headers> {
     let mut options = args.options.engine()?;
     adjust(&mut options);
-    let mut catalog = Catalog::open(&resolve(&args.model)?)?;
+    describe(Catalog::open(&resolve(args)?)?, options)
+}
+
+/// The same for looking only: of a model that is not here, headers are read from the hub.
+pub fn look(args: &ModelArgs) -> anyhow::Result<Headers> {
+    let options = args.options.engine()?;
+    match find(&args.model)? {
+        Found::Here(path) => describe(Catalog::open(&path)?, options),
+        Found::OnHub(wanted) => {
+            eprintln!("note: {wanted} is not in the cache; its headers are read from the hub");
+            describe(wanted.offer()?.catalog()?, options)
+        }
+    }
+}
+
+/// What a catalog is of.
+pub fn describe(mut catalog: Catalog, mut options: EngineOptions) -> anyhow::Result<Headers> {
     let (tokenizer, template, bytes) = text(&mut catalog)?;
     options.caller_bytes = bytes;
     let opened = Opened::from_catalog(catalog, options)?;

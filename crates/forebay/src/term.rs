@@ -1,11 +1,12 @@
 //! Progress bars and interruption.
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// Writes a line to standard output, as `println!` does; but a closed pipe is an error and no panic.
 macro_rules! say {
@@ -20,19 +21,23 @@ pub fn say_line(line: std::fmt::Arguments<'_>) -> std::io::Result<()> {
     stdout.flush()
 }
 
-/// Set by Ctrl-C; a second Ctrl-C ends the process at once.
+/// Set by Ctrl-C; a second Ctrl-C ends the process at once. Always the same one.
 pub fn interruption() -> Arc<AtomicBool> {
-    let flag = Arc::new(AtomicBool::new(false));
-    let seen = flag.clone();
-    let result = ctrlc::set_handler(move || {
-        if seen.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
+    static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+    let install = || {
+        let flag = Arc::new(AtomicBool::new(false));
+        let seen = flag.clone();
+        let result = ctrlc::set_handler(move || {
+            if seen.swap(true, Ordering::Relaxed) {
+                std::process::exit(130);
+            }
+        });
+        if let Err(e) = result {
+            eprintln!("note: Ctrl-C ends the program at once ({e})");
         }
-    });
-    if let Err(e) = result {
-        eprintln!("note: Ctrl-C ends the program at once ({e})");
-    }
-    flag
+        flag
+    };
+    FLAG.get_or_init(install).clone()
 }
 
 /// A bar on stderr that appears when there is a terminal and the work takes a while.
@@ -80,5 +85,57 @@ impl Bar {
 impl Drop for Bar {
     fn drop(&mut self) {
         self.clear();
+    }
+}
+
+/// One bar per file that is on its way; without a terminal, a line per file that has arrived.
+pub struct FileBars {
+    all: MultiProgress,
+    bars: Mutex<BTreeMap<String, ProgressBar>>,
+    drawn: bool,
+}
+
+impl FileBars {
+    /// No bar yet.
+    pub fn new() -> FileBars {
+        let drawn = std::io::stderr().is_terminal();
+        let target = match drawn {
+            true => ProgressDrawTarget::stderr_with_hz(10),
+            false => ProgressDrawTarget::hidden(),
+        };
+        let all = MultiProgress::with_draw_target(target);
+        FileBars { all, bars: Mutex::default(), drawn }
+    }
+
+    /// `done` of `total` bytes of a file are there.
+    pub fn set(&self, name: &str, done: u64, total: u64) {
+        let mut bars = self.bars.lock().expect("no holder of the lock panics");
+        if done == total {
+            if let Some(bar) = bars.remove(name) {
+                bar.finish_and_clear();
+                if !self.drawn {
+                    eprintln!("{name}: {total} bytes");
+                }
+            }
+            return;
+        }
+        let bar = bars.entry(name.to_owned()).or_insert_with(|| {
+            let template =
+                "{msg:40!} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} {eta}";
+            let style = ProgressStyle::with_template(template);
+            let bar = self.all.add(ProgressBar::new(total));
+            bar.set_style(style.expect("the template is a constant"));
+            bar.set_message(name.to_owned());
+            bar.set_position(done);
+            bar.reset_eta();
+            bar
+        });
+        bar.set_position(done);
+    }
+}
+
+impl Drop for FileBars {
+    fn drop(&mut self) {
+        let _ = self.all.clear();
     }
 }

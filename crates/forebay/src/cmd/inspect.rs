@@ -13,7 +13,7 @@ use crate::model;
 use crate::term::say;
 
 pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
-    let (opened, tokenizer, template) = model::open(&args.model, |_| {})?;
+    let (opened, tokenizer, template) = model::look(&args.model)?;
     let formats = formats(&opened);
     let spec = &opened.spec;
     let mut warnings = spec.notes.clone();

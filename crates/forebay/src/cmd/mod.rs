@@ -4,6 +4,7 @@ pub mod bench;
 pub mod golden;
 pub mod inspect;
 pub mod perplexity;
+pub mod pull;
 pub mod run;
 pub mod same;
 pub mod tokenize;

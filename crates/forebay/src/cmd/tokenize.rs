@@ -8,11 +8,15 @@ use serde_json::json;
 
 use crate::args::TokenizeArgs;
 use crate::failure::usage;
-use crate::model;
+use crate::model::{self, Found};
 use crate::term::say;
 
 pub fn run(args: TokenizeArgs) -> anyhow::Result<ExitCode> {
-    let catalog = Catalog::open(&model::resolve(&args.model)?)?;
+    let path = match model::find(&args.model)? {
+        Found::Here(path) => path,
+        Found::OnHub(wanted) => return Err(wanted.refusal("`forebay pull` fetches it")),
+    };
+    let catalog = Catalog::open(&path)?;
     let tokenizer = Tokenizer::from_catalog(&catalog, TokenizerOptions::default())?;
     if args.decode {
         let ids = model::parse_ids(&args.text)
