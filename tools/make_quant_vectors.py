@@ -47,12 +47,28 @@ def e8m0(blocks):
     blocks[:4, 0] = [0, 1, 2, 252]
 
 
+def iq1_m(blocks):
+    # The top nibbles of four words, lowest first, are the half.
+    half = f16_bytes(len(blocks)).view(np.uint16)[:, 0]
+    for i in range(4):
+        blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | (half >> 4 * i & 15) << 4
+
+
 Q = gguf.GGMLQuantizationType
 gguf_case("Q8_0", Q.Q8_0, 160, halves_at(0))
+gguf_case("Q4_0", Q.Q4_0, 160, halves_at(0))
+gguf_case("Q5_1", Q.Q5_1, 160, halves_at(0, 2))
+gguf_case("IQ4_NL", Q.IQ4_NL, 160, halves_at(0))
 gguf_case("Q4_1", Q.Q4_1, 160, halves_at(0, 2))
 gguf_case("Q5_0", Q.Q5_0, 160, halves_at(0))
 gguf_case("Q4_K", Q.Q4_K, 512, halves_at(0, 2))
 gguf_case("Q6_K", Q.Q6_K, 512, halves_at(208))
+gguf_case("Q2_K", Q.Q2_K, 512, halves_at(80, 82))
+gguf_case("Q3_K", Q.Q3_K, 512, halves_at(108))
+gguf_case("Q5_K", Q.Q5_K, 512, halves_at(0, 2))
+for qtype in Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S, Q.IQ1_S, Q.IQ4_XS:
+    gguf_case(qtype.name, qtype, 512, halves_at(0))
+gguf_case("IQ1_M", Q.IQ1_M, 512, iq1_m)
 gguf_case("MXFP4", Q.MXFP4, 160, e8m0)
 for name, qtype in ("F16", Q.F16), ("BF16", Q.BF16):
     x = rng.standard_normal((2, 40)).astype(np.float32)

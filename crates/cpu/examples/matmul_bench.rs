@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use forebay_cpu::matmul::{Input, Job, OutRows, Rows, pack_rows, run_jobs};
 use forebay_cpu::{Level, Pool};
-use forebay_quant::{Format, MatrixView, ParamType, PlaneView, Q8Rows};
+use forebay_quant::{Format, MatrixView, PlaneView, Q8Rows};
 
 const N: usize = 2880;
 
@@ -43,23 +43,7 @@ fn main() {
         "{:24}{:>10}{:>9}{:>10}{:>12}{:>9}  hash",
         "", "GEMV GB/s", "of read", "in cache", "GEMM GMAC/s", "of peak"
     );
-    let mlx = |bits| Format::MlxAffine { bits, group: 64, params: ParamType::Bf16 };
-    let formats = [
-        Format::Mxfp4,
-        Format::Mxfp4Split,
-        Format::Q8_0,
-        Format::Q4_1,
-        Format::Q5_0,
-        Format::Q4K,
-        Format::Q6K,
-        mlx(4),
-        mlx(8),
-        mlx(3),
-        Format::F32,
-        Format::F16,
-        Format::Bf16,
-    ];
-    for format in formats {
+    for &format in Format::all() {
         let name = format.name();
         if !names.is_empty() && !names.iter().any(|n| name.contains(n.as_str())) {
             continue;
@@ -68,7 +52,7 @@ fn main() {
             if q8 && !format.is_quantized() {
                 continue;
             }
-            // Q4_K and Q6_K rows are whole super-blocks.
+            // Rows of K and IQ formats are whole super-blocks.
             let cols = N.next_multiple_of(format.block_elements());
             let bench = Bench { pool: &pool, level, format, cols, q8, bytes, gemm_rows, toy };
             let ([gemv, cached], gemm, hash) = bench.run();

@@ -10,21 +10,52 @@ const FORMATS: &[Format] = &[
     Format::F16,
     Format::Bf16,
     Format::Q8_0,
+    Format::Q4_0,
     Format::Q4_1,
     Format::Q5_0,
+    Format::Q5_1,
+    Format::Q2K,
+    Format::Q3K,
     Format::Q4K,
+    Format::Q5K,
     Format::Q6K,
+    Format::Iq1S,
+    Format::Iq1M,
+    Format::Iq2Xxs,
+    Format::Iq2Xs,
+    Format::Iq2S,
+    Format::Iq3Xxs,
+    Format::Iq3S,
+    Format::Iq4Nl,
+    Format::Iq4Xs,
     Format::Mxfp4,
     Format::Mxfp4Split,
+    Format::MlxAffine { bits: 2, group: 32, params: ParamType::F16 },
+    Format::MlxAffine { bits: 2, group: 64, params: ParamType::Bf16 },
+    Format::MlxAffine { bits: 3, group: 32, params: ParamType::Bf16 },
+    Format::MlxAffine { bits: 3, group: 128, params: ParamType::F32 },
     Format::MlxAffine { bits: 4, group: 32, params: ParamType::F16 },
     Format::MlxAffine { bits: 4, group: 64, params: ParamType::Bf16 },
     Format::MlxAffine { bits: 4, group: 128, params: ParamType::F32 },
+    Format::MlxAffine { bits: 5, group: 32, params: ParamType::F32 },
+    Format::MlxAffine { bits: 5, group: 64, params: ParamType::Bf16 },
+    Format::MlxAffine { bits: 6, group: 64, params: ParamType::F16 },
+    Format::MlxAffine { bits: 6, group: 32, params: ParamType::Bf16 },
     Format::MlxAffine { bits: 8, group: 64, params: ParamType::Bf16 },
     Format::MlxAffine { bits: 8, group: 128, params: ParamType::F16 },
     Format::MlxAffine { bits: 8, group: 32, params: ParamType::F32 },
-    Format::MlxAffine { bits: 3, group: 32, params: ParamType::Bf16 },
-    Format::MlxAffine { bits: 6, group: 64, params: ParamType::F16 },
 ];
+
+#[test]
+fn no_format_is_left_out() {
+    let same = |a: &Format, b: &Format| match (a, b) {
+        (Format::MlxAffine { bits: a, .. }, Format::MlxAffine { bits: b, .. }) => a == b,
+        _ => a == b,
+    };
+    for format in Format::all() {
+        assert!(FORMATS.iter().any(|f| same(f, format)), "{format:?}");
+    }
+}
 
 /// A small deterministic random source, seeded by proptest.
 struct Rng(u64);
@@ -133,15 +164,22 @@ fn finite(format: Format, plane: usize, unit: &mut [u8]) {
     let mut half = |at: usize| unit[at + 1] &= 0xbf;
     match (format, plane) {
         (Format::F32, _) => half(2),
-        (Format::F16 | Format::Bf16 | Format::Q8_0 | Format::Q5_0, _) => half(0),
-        (Format::Q4_1 | Format::Q4K, _) => {
+        (Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K, _) => {
             half(0);
             half(2);
         }
+        (Format::Q2K, _) => {
+            half(80);
+            half(82);
+        }
+        (Format::Q3K, _) => half(108),
         (Format::Q6K, _) => half(208),
+        // The top nibble of the half lies here.
+        (Format::Iq1M, _) => half(54),
         (Format::Mxfp4, _) | (Format::Mxfp4Split, 1) => unit[0] %= 200,
         (Format::MlxAffine { params, .. }, 1..) => half(params.bytes() - 2),
-        _ => {}
+        (Format::MlxAffine { .. } | Format::Mxfp4Split, 0) => {}
+        _ => half(0),
     }
 }
 
@@ -205,7 +243,7 @@ fn check(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..Default::default() })]
 
     #[test]
     fn every_level_is_the_oracle(

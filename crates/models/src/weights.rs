@@ -262,7 +262,7 @@ impl<'a> Weights<'a> {
         let mode = q.get("mode").and_then(Value::as_str).unwrap_or("affine");
         let (bits, group) = (number("bits")?, number("group_size")?);
         let known = match mode {
-            "affine" => matches!(bits, 4 | 8) && matches!(group, 32 | 64 | 128),
+            "affine" => Format::is_mlx_affine(bits, group),
             "mxfp4" => bits == 4 && group == 32,
             _ => false,
         };
@@ -271,7 +271,7 @@ impl<'a> Weights<'a> {
                 what: format!(
                     "MLX quantisation of {base}: mode {mode}, {bits} bits, groups of {group}"
                 ),
-                detail: "known are affine 4 and 8 bits with groups of 32, 64, 128, and mxfp4"
+                detail: "known are affine 2, 3, 4, 5, 6 and 8 bits with groups of 32, 64, 128, and mxfp4"
                     .into(),
             });
         }
@@ -516,11 +516,14 @@ fn unsupported_type(t: &TensorInfo) -> ModelError {
         Dtype::GgmlOther { name, .. } => name.to_string(),
         other => format!("{other:?}"),
     };
-    ModelError::UnsupportedType {
-        name: t.name.clone(),
-        dtype,
-        known: "F32, F16, BF16, Q8_0, Q4_1, Q5_0, Q4_K, Q6_K, MXFP4, MLX 4 and 8 bits".into(),
-    }
+    ModelError::UnsupportedType { name: t.name.clone(), dtype, known: known_formats() }
+}
+
+fn known_formats() -> String {
+    let affine = |f: &&Format| matches!(f, Format::MlxAffine { .. });
+    let mut names: Vec<_> = Format::all().iter().filter(|f| !affine(f)).map(|f| f.name()).collect();
+    names.dedup();
+    format!("{}, MLX 2, 3, 4, 5, 6 and 8 bits", names.join(", "))
 }
 
 fn expect_dtype(t: &TensorInfo, dtype: Dtype) -> Result<(), ModelError> {

@@ -8,6 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::format::{ActOrder, Format, ParamType};
+use crate::grids;
 
 /// Weights of a block.
 pub const BLOCK: usize = 32;
@@ -91,10 +92,24 @@ pub fn decode_group(format: Format, planes: [&[u8]; 3], blocks: usize, out: &mut
     }
     match format {
         Format::Q8_0 => q8_0(planes[0], blocks, out),
+        Format::Q4_0 => q4_0(planes[0], blocks, out),
         Format::Q4_1 => q4_1(planes[0], blocks, out),
         Format::Q5_0 => q5_0(planes[0], blocks, out),
+        Format::Q5_1 => q5_1(planes[0], blocks, out),
+        Format::Q2K => q2_k(planes[0], out),
+        Format::Q3K => q3_k(planes[0], out),
         Format::Q4K => q4_k(planes[0], out),
+        Format::Q5K => q5_k(planes[0], out),
         Format::Q6K => q6_k(planes[0], out),
+        Format::Iq1S
+        | Format::Iq1M
+        | Format::Iq2Xxs
+        | Format::Iq2Xs
+        | Format::Iq2S
+        | Format::Iq3Xxs
+        | Format::Iq3S => grid(format, planes[0], out),
+        Format::Iq4Nl => iq4_nl(planes[0], blocks, out),
+        Format::Iq4Xs => iq4_xs(planes[0], out),
         Format::Mxfp4 => mxfp4(planes[0], blocks, out),
         Format::Mxfp4Split => mxfp4_split(planes, blocks, out),
         Format::MlxAffine { bits, group, params } => {
@@ -180,6 +195,15 @@ fn q8_0(bytes: &[u8], blocks: usize, out: &mut Group) {
 }
 
 #[inline(always)]
+fn q4_0(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 18] = array(bytes, b * 18);
+        set_ws(out, b, f16_at(block, 0));
+        split_nibbles(array(block, 2), block_codes(out, b));
+    }
+}
+
+#[inline(always)]
 fn q4_1(bytes: &[u8], blocks: usize, out: &mut Group) {
     for b in 0..blocks {
         let block: &[u8; 20] = array(bytes, b * 20);
@@ -189,16 +213,99 @@ fn q4_1(bytes: &[u8], blocks: usize, out: &mut Group) {
     }
 }
 
+/// Nibbles behind 32 high bits.
+#[inline(always)]
+fn five_bits(bytes: &[u8; 20], codes: &mut [u8; BLOCK]) {
+    let high = u32::from_le_bytes(*array(bytes, 0));
+    split_nibbles(array(bytes, 4), codes);
+    for (i, code) in codes.iter_mut().enumerate() {
+        *code |= ((high >> i) as u8 & 1) << 4;
+    }
+}
+
 #[inline(always)]
 fn q5_0(bytes: &[u8], blocks: usize, out: &mut Group) {
     for b in 0..blocks {
         let block: &[u8; 22] = array(bytes, b * 22);
         set_ws(out, b, f16_at(block, 0));
-        let high = u32::from_le_bytes(*array(block, 2));
+        five_bits(array(block, 2), block_codes(out, b));
+    }
+}
+
+#[inline(always)]
+fn q5_1(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 24] = array(bytes, b * 24);
+        set_ws(out, b, f16_at(block, 0));
+        set_wb(out, b, f16_at(block, 2));
+        five_bits(array(block, 4), block_codes(out, b));
+    }
+}
+
+#[inline(always)]
+fn q2_k(bytes: &[u8], out: &mut Group) {
+    let block: &[u8; 84] = array(bytes, 0);
+    let (d, dmin) = (f16_at(block, 80), f16_at(block, 82));
+    for b in 0..LANES {
+        for half in 0..2 {
+            let packed = block[2 * b + half];
+            out.ws[half][b] = d * (packed & 15) as f32;
+            out.wb[half][b] = -(dmin * (packed >> 4) as f32);
+        }
+    }
+    for b in 0..LANES {
+        let bits: &[u8; 32] = array(block, 16 + 32 * (b / 4));
         let codes = block_codes(out, b);
-        split_nibbles(array(block, 6), codes);
-        for (i, code) in codes.iter_mut().enumerate() {
-            *code |= ((high >> i) as u8 & 1) << 4;
+        for i in 0..BLOCK {
+            codes[i] = bits[i] >> (2 * (b % 4)) & 3;
+        }
+    }
+}
+
+/// Bytes 0, 2, 4 and 6.
+#[inline(always)]
+pub fn even_bytes(x: u64) -> u64 {
+    let x = x & 0x00ff_00ff_00ff_00ff;
+    let x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
+    (x | x >> 16) & 0xffff_ffff
+}
+
+/// Sixteen bytes, one per 16 weights: those of the first halves of the blocks and those of the second.
+#[inline(always)]
+pub fn by_halves([a, b]: [u64; 2]) -> [u64; 2] {
+    [even_bytes(a) | even_bytes(b) << 32, even_bytes(a >> 8) | even_bytes(b >> 8) << 32]
+}
+
+/// The signed scales of a `Q3_K` super-block, of first and second halves, one byte each.
+#[inline(always)]
+pub fn q3_k_scales(packed: &[u8; 12]) -> [u64; 2] {
+    let low = u64::from_le_bytes(*array(packed, 0));
+    let high = u32::from_le_bytes(*array(packed, 8)) as u64;
+    let two = |shift: u32| high >> shift & 0x0303_0303;
+    let spread = |low: u64, shift: u32| {
+        let six = (low & 0x0f0f_0f0f_0f0f_0f0f) | (two(shift) | two(shift + 2) << 32) << 4;
+        // Minus 32: plus 96, then minus 128 by turning the top bit.
+        (six + 0x6060_6060_6060_6060) ^ 0x8080_8080_8080_8080
+    };
+    by_halves([spread(low, 0), spread(low >> 4, 4)])
+}
+
+#[inline(always)]
+fn q3_k(bytes: &[u8], out: &mut Group) {
+    let block: &[u8; 110] = array(bytes, 0);
+    let d = f16_at(block, 108);
+    let scales = q3_k_scales(array(block, 96));
+    for half in 0..2 {
+        for b in 0..LANES {
+            out.ws[half][b] = d * (scales[half].to_le_bytes()[b] as i8) as f32;
+        }
+    }
+    let high: &[u8; 32] = array(block, 0);
+    for b in 0..LANES {
+        let low: &[u8; 32] = array(block, 32 + 32 * (b / 4));
+        let codes = block_codes(out, b);
+        for i in 0..BLOCK {
+            codes[i] = (low[i] >> (2 * (b % 4)) & 3) | (high[i] >> b & 1) << 2;
         }
     }
 }
@@ -214,20 +321,37 @@ pub fn q4_k_scales(packed: &[u8; 12]) -> (u64, u64) {
     (scales, minima)
 }
 
+/// Scales and minima as `Q4_K` has them, and the nibbles behind.
 #[inline(always)]
-fn q4_k(bytes: &[u8], out: &mut Group) {
-    let block: &[u8; 144] = array(bytes, 0);
-    let (d, dmin) = (f16_at(block, 0), f16_at(block, 2));
-    let (scales, minima) = q4_k_scales(array(block, 4));
+fn k_nibbles(header: &[u8; 16], nibbles: &[u8; 128], out: &mut Group) {
+    let (d, dmin) = (f16_at(header, 0), f16_at(header, 2));
+    let (scales, minima) = q4_k_scales(array(header, 4));
     for b in 0..LANES {
         set_ws(out, b, d * scales.to_le_bytes()[b] as f32);
         set_wb(out, b, -(dmin * minima.to_le_bytes()[b] as f32));
     }
     for pair in 0..4 {
-        let nibbles: &[u8; 32] = array(block, 16 + 32 * pair);
+        let nibbles: &[u8; 32] = array(nibbles, 32 * pair);
         for i in 0..32 {
             out.codes[pair * 64 + i] = nibbles[i] & 15;
             out.codes[pair * 64 + 32 + i] = nibbles[i] >> 4;
+        }
+    }
+}
+
+#[inline(always)]
+fn q4_k(bytes: &[u8], out: &mut Group) {
+    k_nibbles(array(bytes, 0), array(bytes, 16), out);
+}
+
+#[inline(always)]
+fn q5_k(bytes: &[u8], out: &mut Group) {
+    k_nibbles(array(bytes, 0), array(bytes, 48), out);
+    let high: &[u8; 32] = array(bytes, 16);
+    for b in 0..LANES {
+        let codes = block_codes(out, b);
+        for i in 0..BLOCK {
+            codes[i] |= (high[i] >> b & 1) << 4;
         }
     }
 }
@@ -250,6 +374,251 @@ fn q6_k(bytes: &[u8], out: &mut Group) {
             codes[32 + i] = (low[32 + i] & 15) | (high[i] >> 2 & 3) << 4;
             codes[64 + i] = (low[i] >> 4) | (high[i] >> 4 & 3) << 4;
             codes[96 + i] = (low[32 + i] >> 4) | (high[i] >> 6) << 4;
+        }
+    }
+}
+
+/// The levels of `IQ4_NL` and `IQ4_XS`, plus 127.
+pub const IQ4_CODES: [u8; 16] =
+    [0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240];
+
+#[inline(always)]
+fn iq4_nl(bytes: &[u8], blocks: usize, out: &mut Group) {
+    for b in 0..blocks {
+        let block: &[u8; 18] = array(bytes, b * 18);
+        set_ws(out, b, f16_at(block, 0));
+        let codes = block_codes(out, b);
+        split_nibbles(array(block, 2), codes);
+        codes.iter_mut().for_each(|c| *c = IQ4_CODES[*c as usize]);
+    }
+}
+
+/// Eight nibbles, lowest first, as bytes.
+#[inline(always)]
+pub fn spread_nibbles(x: u32) -> u64 {
+    let x = x as u64;
+    let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
+    let x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
+    (x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f
+}
+
+/// The signed scales of an `IQ4_XS` super-block, one byte each: two high bits of each, then four low ones.
+#[inline(always)]
+pub fn iq4_xs_scales(packed: &[u8; 6]) -> u64 {
+    let high = u16::from_le_bytes(*array(packed, 0)) as u64;
+    let high = (high | high << 24) & 0x0000_00ff_0000_00ff;
+    let high = (high | high << 12) & 0x000f_000f_000f_000f;
+    let high = (high | high << 6) & 0x0303_0303_0303_0303;
+    let six = spread_nibbles(u32::from_le_bytes(*array(packed, 2))) | high << 4;
+    // Minus 32: plus 96, then minus 128 by turning the top bit.
+    (six + 0x6060_6060_6060_6060) ^ 0x8080_8080_8080_8080
+}
+
+#[inline(always)]
+fn iq4_xs(bytes: &[u8], out: &mut Group) {
+    let block: &[u8; 136] = array(bytes, 0);
+    let d = f16_at(block, 0);
+    let scales = iq4_xs_scales(array(block, 2));
+    for b in 0..LANES {
+        set_ws(out, b, d * (scales.to_le_bytes()[b] as i8) as f32);
+        let codes = block_codes(out, b);
+        split_nibbles(array(block, 8 + 16 * b), codes);
+        codes.iter_mut().for_each(|c| *c = IQ4_CODES[*c as usize]);
+    }
+}
+
+/// A super-block of a grid format (`IQ1`, `IQ2`, `IQ3`), its points looked up.
+#[derive(Clone, Debug)]
+pub struct GridGroup {
+    /// Byte `i % 8` of word `i / 8` is the coordinate of weight `i`.
+    pub points: [u64; GROUP / 8],
+    /// Bit `e` of word `b` is set where weight `e` of block `b` is negated (`IQ1`: shifted down, not up).
+    pub signs: [u32; LANES],
+    /// The super-block's scale, an f16; multiplied with [`grid_unit`].
+    pub d: u16,
+    /// What it is multiplied with for the first and the second halves of the blocks, a byte each.
+    pub scales: [u64; 2],
+}
+
+/// The codes of the coordinates; those of negated weights from index 8 on.
+pub const fn grid_codes(format: Format) -> [u8; 16] {
+    match format {
+        Format::Iq1S | Format::Iq1M => [2, 10, 18, 0, 0, 0, 0, 0, 0, 8, 16, 0, 0, 0, 0, 0],
+        Format::Iq3Xxs => [66, 74, 82, 90, 98, 106, 114, 124, 58, 50, 42, 34, 26, 18, 10, 0],
+        Format::Iq3S => [16, 18, 20, 22, 24, 26, 28, 30, 14, 12, 10, 8, 6, 4, 2, 0],
+        _ => [51, 68, 86, 0, 0, 0, 0, 0, 35, 18, 0, 0, 0, 0, 0, 0],
+    }
+}
+
+/// Scales are odd multiples of this much of the super-block's.
+pub const fn grid_unit(format: Format) -> f32 {
+    match format {
+        Format::Iq3S => 1.0,
+        Format::Iq3Xxs => 0.25,
+        _ => 0.125,
+    }
+}
+
+/// Seven signs in each byte of `x`: the eighth makes the number of set bits even.
+#[inline(always)]
+fn eighth_sign(x: u64) -> u64 {
+    let p = x ^ x >> 4;
+    let p = p ^ p >> 2;
+    x | ((p ^ p >> 1) & 0x0101_0101_0101_0101) << 7
+}
+
+/// Four times seven signs, from the low 28 bits.
+#[inline(always)]
+fn signs_of_28(x: u32) -> u32 {
+    let bytes = (x & 0x7f) | (x << 1 & 0x7f00) | (x << 2 & 0x7f_0000) | (x << 3 & 0x7f00_0000);
+    eighth_sign(bytes as u64) as u32
+}
+
+/// Four-bit numbers `s` as `2 s + 1`.
+#[inline(always)]
+fn odd(s: u64) -> u64 {
+    2 * s + 0x0101_0101_0101_0101
+}
+
+/// Low nibbles of eight bytes, high nibbles of them.
+#[inline(always)]
+fn nibbles_by_halves(bytes: &[u8; 8]) -> [u64; 2] {
+    let x = u64::from_le_bytes(*bytes);
+    [odd(x & 0x0f0f_0f0f_0f0f_0f0f), odd(x >> 4 & 0x0f0f_0f0f_0f0f_0f0f)]
+}
+
+#[inline(always)]
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(*array(bytes, at))
+}
+
+/// Looks the points of a super-block up.
+///
+/// # Panics
+/// If there are too few bytes, or the format has no grid.
+#[inline(always)]
+pub fn grid_group(format: Format, bytes: &[u8]) -> GridGroup {
+    let mut g = GridGroup { points: [0; GROUP / 8], signs: [0; LANES], d: 0, scales: [0; 2] };
+    g.d = u16::from_le_bytes(*array(bytes, 0));
+    let points: &mut [[u64; 4]; LANES] =
+        (&mut g.points[..]).as_chunks_mut().0.try_into().expect("8");
+    match format {
+        Format::Iq2Xxs => {
+            let block: &[u8; 66] = array(bytes, 0);
+            let mut scales = [0; LANES];
+            for b in 0..LANES {
+                let x = word(block, 6 + 8 * b);
+                for l in 0..4 {
+                    points[b][l] = grids::IQ2_XXS[block[2 + 8 * b + l] as usize];
+                }
+                g.signs[b] = signs_of_28(x);
+                scales[b] = (x >> 28) as u8;
+            }
+            g.scales = [odd(u64::from_le_bytes(scales)); 2];
+        }
+        Format::Iq2Xs => {
+            let block: &[u8; 74] = array(bytes, 0);
+            for b in 0..LANES {
+                let x = u64::from_le_bytes(*array(block, 2 + 8 * b));
+                for l in 0..4 {
+                    points[b][l] = grids::IQ2_XS[(x >> (16 * l)) as usize & 511];
+                }
+                g.signs[b] = even_bytes(eighth_sign(x >> 9 & 0x007f_007f_007f_007f)) as u32;
+            }
+            g.scales = nibbles_by_halves(array(block, 66));
+        }
+        Format::Iq2S => {
+            let block: &[u8; 82] = array(bytes, 0);
+            for b in 0..LANES {
+                let high = (block[66 + b] as usize) << 8;
+                for l in 0..4 {
+                    let low = block[2 + 4 * b + l] as usize;
+                    points[b][l] = grids::IQ2_S[low | (high >> (2 * l) & 0x300)];
+                }
+                g.signs[b] = word(block, 34 + 4 * b);
+            }
+            g.scales = nibbles_by_halves(array(block, 74));
+        }
+        Format::Iq3Xxs => {
+            let block: &[u8; 98] = array(bytes, 0);
+            let mut scales = [0; LANES];
+            for b in 0..LANES {
+                let x = word(block, 66 + 4 * b);
+                for l in 0..4 {
+                    let low = grids::IQ3_XXS[block[2 + 8 * b + 2 * l] as usize] as u64;
+                    let high = grids::IQ3_XXS[block[3 + 8 * b + 2 * l] as usize] as u64;
+                    points[b][l] = low | high << 32;
+                }
+                g.signs[b] = signs_of_28(x);
+                scales[b] = (x >> 28) as u8;
+            }
+            g.scales = [odd(u64::from_le_bytes(scales)); 2];
+        }
+        Format::Iq3S => {
+            let block: &[u8; 110] = array(bytes, 0);
+            for b in 0..LANES {
+                let ninth = (block[66 + b] as usize) << 8;
+                for l in 0..4 {
+                    let low = block[2 + 8 * b + 2 * l] as usize | (ninth >> (2 * l) & 0x100);
+                    let high = block[3 + 8 * b + 2 * l] as usize | (ninth >> (2 * l + 1) & 0x100);
+                    points[b][l] = grids::IQ3_S[low] as u64 | (grids::IQ3_S[high] as u64) << 32;
+                }
+                g.signs[b] = word(block, 74 + 4 * b);
+            }
+            g.scales = [odd(spread_nibbles(word(block, 106))); 2];
+        }
+        Format::Iq1S => {
+            let block: &[u8; 50] = array(bytes, 0);
+            let mut scales = [0; LANES];
+            for b in 0..LANES {
+                let x = u16::from_le_bytes(*array(block, 34 + 2 * b));
+                for l in 0..4 {
+                    let high = (x as usize >> (3 * l) & 7) << 8;
+                    points[b][l] = grids::IQ1[block[2 + 4 * b + l] as usize | high];
+                }
+                g.signs[b] = ((x as i16 >> 15) as i32) as u32;
+                scales[b] = (x >> 12) as u8 & 7;
+            }
+            g.scales = [odd(u64::from_le_bytes(scales)); 2];
+        }
+        Format::Iq1M => {
+            let block: &[u8; 56] = array(bytes, 0);
+            let packed = u64::from_le_bytes(*array(block, 48));
+            let piece = |i: u32| (packed >> (16 * i + 12) & 15) << (4 * i);
+            g.d = (piece(0) | piece(1) | piece(2) | piece(3)) as u16;
+            let mut scales = [[0; LANES]; 2];
+            for b in 0..LANES {
+                let x = u16::from_le_bytes(*array(block, 32 + 2 * b)) as usize;
+                for l in 0..4 {
+                    let high = (x >> (4 * l) & 7) << 8;
+                    points[b][l] = grids::IQ1[block[4 * b + l] as usize | high];
+                    g.signs[b] |= (x as u32 >> (4 * l + 3) & 1) * 0xff << (8 * l);
+                }
+                let at = 16 * (b / 2) + 6 * (b % 2);
+                scales[0][b] = (packed >> at) as u8 & 7;
+                scales[1][b] = (packed >> (at + 3)) as u8 & 7;
+            }
+            g.scales = scales.map(|s| odd(u64::from_le_bytes(s)));
+        }
+        _ => panic!("{format:?} has no grid"),
+    }
+    g
+}
+
+#[inline(always)]
+fn grid(format: Format, bytes: &[u8], out: &mut Group) {
+    let g = grid_group(format, bytes);
+    let d = f16_to_f32(g.d) * grid_unit(format);
+    for half in 0..2 {
+        for b in 0..LANES {
+            out.ws[half][b] = d * g.scales[half].to_le_bytes()[b] as f32;
+        }
+    }
+    let table = grid_codes(format);
+    for (b, codes) in out.codes.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+        for (i, code) in codes.iter_mut().enumerate() {
+            let point = (g.points[4 * b + i / 8] >> (8 * (i % 8))) as u8;
+            *code = table[(point | ((g.signs[b] >> i) as u8 & 1) << 3) as usize & 15];
         }
     }
 }

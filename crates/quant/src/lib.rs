@@ -14,6 +14,7 @@
 
 pub mod dequant;
 pub mod format;
+mod grids;
 pub mod group;
 pub mod matrix;
 pub mod oracle;

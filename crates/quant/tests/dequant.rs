@@ -22,16 +22,8 @@ impl<'a> Reader<'a> {
 
 fn format(name: &str) -> Format {
     match name {
-        "F16" => Format::F16,
-        "BF16" => Format::Bf16,
-        "Q8_0" => Format::Q8_0,
-        "Q4_1" => Format::Q4_1,
-        "Q5_0" => Format::Q5_0,
-        "Q4_K" => Format::Q4K,
-        "Q6_K" => Format::Q6K,
-        "MXFP4" => Format::Mxfp4,
         "MXFP4 split" => Format::Mxfp4Split,
-        mlx => {
+        mlx if mlx.starts_with("MLX") => {
             let parts: Vec<&str> = mlx.split(' ').collect();
             let params = match parts[3] {
                 "F32" => ParamType::F32,
@@ -42,6 +34,7 @@ fn format(name: &str) -> Format {
             let (bits, group) = (parts[1].parse().unwrap(), parts[2].parse().unwrap());
             Format::MlxAffine { bits, group, params }
         }
+        name => *Format::all().iter().find(|f| f.name() == name).expect(name),
     }
 }
 

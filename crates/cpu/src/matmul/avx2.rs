@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use forebay_quant::{Format, Q8Group, Q8Rows};
 
-use super::avx512::{gather8, join8};
+use super::avx512::{gather8, join8, quads};
 use super::decode::Decoder;
 use super::float::{self, FloatIsa};
 use super::isa::{Isa, RowPtrs};
@@ -130,7 +130,15 @@ impl Isa for Avx2 {
             [_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)]
         }
         fn words(rows: [[u32; 8]; 2]) -> __m256i { _mm256_loadu_si256(rows.as_ptr().cast()) }
+        fn quads(rows: [[u64; 4]; 2]) -> __m256i { quads(rows[0]) }
         fn splat(b: u8) -> __m256i { _mm256_set1_epi8(b as i8) }
+        fn splat32(w: u32) -> __m256i { _mm256_set1_epi32(w as i32) }
+        fn shr32(a: __m256i, n: usize) -> __m256i {
+            _mm256_srl_epi32(a, _mm_cvtsi32_si128(n as i32))
+        }
+        fn shl32(a: __m256i, n: usize) -> __m256i {
+            _mm256_sll_epi32(a, _mm_cvtsi32_si128(n as i32))
+        }
         fn and(a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
         fn or(a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
         fn xor(a: __m256i, b: __m256i) -> __m256i { _mm256_xor_si256(a, b) }

@@ -138,7 +138,17 @@ impl Isa for Avx512 {
             [_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)]
         }
         fn words(rows: [[u32; 8]; 2]) -> __m512i { _mm512_loadu_si512(rows.as_ptr().cast()) }
+        fn quads(rows: [[u64; 4]; 2]) -> __m512i {
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(quads(rows[0])), quads(rows[1]))
+        }
         fn splat(b: u8) -> __m512i { _mm512_set1_epi8(b as i8) }
+        fn splat32(w: u32) -> __m512i { _mm512_set1_epi32(w as i32) }
+        fn shr32(a: __m512i, n: usize) -> __m512i {
+            _mm512_srl_epi32(a, _mm_cvtsi32_si128(n as i32))
+        }
+        fn shl32(a: __m512i, n: usize) -> __m512i {
+            _mm512_sll_epi32(a, _mm_cvtsi32_si128(n as i32))
+        }
         fn and(a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
         fn or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
         fn xor(a: __m512i, b: __m512i) -> __m512i { _mm512_xor_si512(a, b) }
@@ -297,6 +307,16 @@ pub(super) unsafe fn gather8<const STRIDE: usize>(p: *const u8) -> u64 {
         }
         x
     }
+}
+
+/// Four times eight bytes.
+///
+/// # Safety
+/// Needs AVX.
+#[inline(always)]
+pub(super) unsafe fn quads([a, b, c, d]: [u64; 4]) -> __m256i {
+    // SAFETY: register operations.
+    unsafe { _mm256_set_epi64x(d as i64, c as i64, b as i64, a as i64) }
 }
 
 /// The tree over eight lanes.

@@ -6,7 +6,10 @@
 //! No closures around vector operations, here or in the kernels: a closure is a function of its own without the
 //! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
-use forebay_quant::group::{BLOCK, E2M1_CODES, GROUP, Group, decode_group, q4_k_scales};
+use forebay_quant::group::{
+    BLOCK, E2M1_CODES, GROUP, Group, IQ4_CODES, by_halves, decode_group, grid_codes, grid_group,
+    grid_unit, iq4_xs_scales, q3_k_scales, q4_k_scales,
+};
 use forebay_quant::{ActOrder, CodeFacts, Format, ParamType};
 
 use super::isa::{Isa, RowPtrs};
@@ -134,12 +137,12 @@ unsafe fn split_nibbles<I: Isa>([a, b, c, d]: [I::V; 4]) -> [I::V; 8] {
     }
 }
 
-/// Nibbles to E2M1 codes.
+/// Nibbles to codes.
 #[inline(always)]
-unsafe fn e2m1<I: Isa>(mut codes: [I::V; 8]) -> [I::V; 8] {
+unsafe fn look_up<I: Isa>(table: &[u8; 16], mut codes: [I::V; 8]) -> [I::V; 8] {
     // SAFETY: register operations.
     unsafe {
-        let table = I::repeat(&E2M1_CODES);
+        let table = I::repeat(table);
         for code in &mut codes {
             *code = I::lookup(table, *code);
         }
@@ -173,6 +176,60 @@ impl<I: Isa> Decoder<I> for Q8_0 {
     }
 }
 
+pub(super) struct Q4_0;
+
+impl<I: Isa> Decoder<I> for Q4_0 {
+    const FACTS: CodeFacts = facts(Format::Q4_0);
+    const ORDER: ActOrder = Format::Q4_0.act_order();
+    const PREFETCH: [usize; 3] = Format::Q4_0.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: blocks of 18 bytes, 144 in all.
+        unsafe {
+            let ws = halves::<I>(p, 0, 18);
+            let codes = split_nibbles::<I>(words::<I>(p, 2, 18));
+            Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
+        }
+    }
+}
+
+pub(super) struct Iq4Nl;
+
+impl<I: Isa> Decoder<I> for Iq4Nl {
+    const FACTS: CodeFacts = facts(Format::Iq4Nl);
+    const ORDER: ActOrder = Format::Iq4Nl.act_order();
+    const PREFETCH: [usize; 3] = Format::Iq4Nl.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: blocks of 18 bytes, 144 in all.
+        unsafe {
+            let ws = halves::<I>(p, 0, 18);
+            let codes = look_up::<I>(&IQ4_CODES, split_nibbles::<I>(words::<I>(p, 2, 18)));
+            Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
+        }
+    }
+}
+
+pub(super) struct Iq4Xs;
+
+impl<I: Isa> Decoder<I> for Iq4Xs {
+    const FACTS: CodeFacts = facts(Format::Iq4Xs);
+    const ORDER: ActOrder = Format::Iq4Xs.act_order();
+    const PREFETCH: [usize; 3] = Format::Iq4Xs.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: one super-block of 136 bytes.
+        unsafe {
+            let first = iq4_xs_scales(&bytes(p[0], 2));
+            let second = if I::ROWS == 2 { iq4_xs_scales(&bytes(p[1], 2)) } else { 0 };
+            let ws = I::mul(half::<I>(p, 0), I::i8([first, second]));
+            let codes = p.map(|row| row.wrapping_add(8));
+            let codes = look_up::<I>(&IQ4_CODES, split_nibbles::<I>(I::load_packed(codes)));
+            Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
+        }
+    }
+}
+
 pub(super) struct Q4_1;
 
 impl<I: Isa> Decoder<I> for Q4_1 {
@@ -190,20 +247,50 @@ impl<I: Isa> Decoder<I> for Q4_1 {
     }
 }
 
-pub(super) struct Q5_0;
-
-/// For byte `i` of a 128-bit lane of word vector `j`: byte `j / 2` of the block's 32 high bits ...
-const Q5_0_SELECT: [[u8; 16]; 4] = [
+/// For byte `i` of a 128-bit lane of word vector `j`: byte `j / 2` of the block's 32 bits ...
+const SELECT: [[u8; 16]; 4] = [
     [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12],
     [1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9, 9, 13, 13, 13, 13],
     [2, 2, 2, 2, 6, 6, 6, 6, 10, 10, 10, 10, 14, 14, 14, 14],
     [3, 3, 3, 3, 7, 7, 7, 7, 11, 11, 11, 11, 15, 15, 15, 15],
 ];
 /// ... and the bit in it, by `j % 2`.
-const Q5_0_BITS: [[u8; 16]; 2] = [
+const BITS_OF: [[u8; 16]; 2] = [
     [1, 2, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8],
     [16, 32, 64, 128, 16, 32, 64, 128, 16, 32, 64, 128, 16, 32, 64, 128],
 ];
+
+/// `value` in the bytes of word vector `j` whose weight's bit is set in the 32 bits of its block.
+#[inline(always)]
+unsafe fn where_set<I: Isa>(bits: I::V, j: usize, value: u8) -> I::V {
+    // SAFETY: register operations.
+    unsafe {
+        let spread = I::lookup(bits, I::repeat(&SELECT[j / 2]));
+        I::where_bits(spread, I::repeat(&BITS_OF[j % 2]), value)
+    }
+}
+
+/// In each block of `stride` bytes 32 high bits at `at`, then nibbles.
+#[inline(always)]
+unsafe fn five_bits<I: Isa>(p: RowPtrs, at: usize, stride: usize) -> [I::V; 8] {
+    // SAFETY: as `bytes`.
+    unsafe {
+        let mut words32 = [[0; 8]; 2];
+        for r in 0..I::ROWS {
+            for b in 0..8 {
+                words32[r][b] = u32::from_le_bytes(bytes(p[r], at + b * stride));
+            }
+        }
+        let high = I::words(words32);
+        let mut codes = split_nibbles::<I>(words::<I>(p, at + 4, stride));
+        for (j, code) in codes.iter_mut().enumerate() {
+            *code = I::or(*code, where_set::<I>(high, j, 16));
+        }
+        codes
+    }
+}
+
+pub(super) struct Q5_0;
 
 impl<I: Isa> Decoder<I> for Q5_0 {
     const FACTS: CodeFacts = facts(Format::Q5_0);
@@ -214,20 +301,109 @@ impl<I: Isa> Decoder<I> for Q5_0 {
         // SAFETY: blocks of 22 bytes, 176 in all.
         unsafe {
             let ws = halves::<I>(p, 0, 22);
-            let mut words32 = [[0; 8]; 2];
-            for r in 0..I::ROWS {
-                for b in 0..8 {
-                    words32[r][b] = u32::from_le_bytes(bytes(p[r], 2 + b * 22));
-                }
-            }
-            let high = I::words(words32);
-            let mut codes = split_nibbles::<I>(words::<I>(p, 6, 22));
-            for (j, code) in codes.iter_mut().enumerate() {
-                let spread = I::lookup(high, I::repeat(&Q5_0_SELECT[j / 2]));
-                let bits = I::where_bits(spread, I::repeat(&Q5_0_BITS[j % 2]), 16);
-                *code = I::or(*code, bits);
-            }
-            Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
+            Decoded { codes: five_bits::<I>(p, 2, 22), ws: [ws; 2], wb: [ws; 2] }
+        }
+    }
+}
+
+pub(super) struct Q5_1;
+
+impl<I: Isa> Decoder<I> for Q5_1 {
+    const FACTS: CodeFacts = facts(Format::Q5_1);
+    const ORDER: ActOrder = Format::Q5_1.act_order();
+    const PREFETCH: [usize; 3] = Format::Q5_1.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: blocks of 24 bytes, 192 in all.
+        unsafe {
+            let (ws, wb) = (halves::<I>(p, 0, 24), halves::<I>(p, 2, 24));
+            Decoded { codes: five_bits::<I>(p, 4, 24), ws: [ws; 2], wb: [wb; 2] }
+        }
+    }
+}
+
+pub(super) struct Q2K;
+
+impl<I: Isa> Decoder<I> for Q2K {
+    const FACTS: CodeFacts = facts(Format::Q2K);
+    const ORDER: ActOrder = Format::Q2K.act_order();
+    const PREFETCH: [usize; 3] = Format::Q2K.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: one super-block of 84 bytes.
+        unsafe {
+            let (d, dmin) = (half::<I>(p, 80), I::negate(half::<I>(p, 82)));
+            let a = q2_k_scales(p[0]);
+            let b = if I::ROWS == 2 { q2_k_scales(p[1]) } else { [[0; 2]; 2] };
+            let ws = [I::mul(d, I::u8([a[0][0], b[0][0]])), I::mul(d, I::u8([a[0][1], b[0][1]]))];
+            let wb =
+                [I::mul(dmin, I::u8([a[1][0], b[1][0]])), I::mul(dmin, I::u8([a[1][1], b[1][1]]))];
+            let first = I::transpose(two_bits::<I>(I::load(p, 16, 48)));
+            let second = I::transpose(two_bits::<I>(I::load(p, 32, 64)));
+            Decoded { codes: concat(first, second), ws, wb }
+        }
+    }
+}
+
+/// Scales and minima, each of first and second halves.
+#[inline(always)]
+unsafe fn q2_k_scales(p: *const u8) -> [[u64; 2]; 2] {
+    const LOW: u64 = 0x0f0f_0f0f_0f0f_0f0f;
+    // SAFETY: as `bytes`.
+    let (a, b) = unsafe { (u64::from_le_bytes(bytes(p, 0)), u64::from_le_bytes(bytes(p, 8))) };
+    [by_halves([a & LOW, b & LOW]), by_halves([a >> 4 & LOW, b >> 4 & LOW])]
+}
+
+/// The four codes of two bits in each byte: of four blocks.
+#[inline(always)]
+unsafe fn two_bits<I: Isa>(v: I::V) -> [I::V; 4] {
+    // SAFETY: register operations.
+    unsafe {
+        let mask = I::splat(3);
+        [
+            I::and(v, mask),
+            I::and(I::shr::<2>(v), mask),
+            I::and(I::shr::<4>(v), mask),
+            I::and(I::shr::<6>(v), mask),
+        ]
+    }
+}
+
+/// Sets `value` in the codes whose bit is set: in byte `e` of `h`, the same for both lanes of a row, bit `b` belongs to
+/// weight `e` of block `b`.
+#[inline(always)]
+unsafe fn or_bits<I: Isa>(mut blocks: [I::V; 4], h: I::V, value: u8) -> [I::V; 4] {
+    // SAFETY: register operations.
+    unsafe {
+        for (b, v) in blocks.iter_mut().enumerate() {
+            let (lo, hi) = (0x0101_0101 << b, 0x1010_1010 << b);
+            let mask = I::words([[lo, lo, lo, lo, hi, hi, hi, hi]; 2]);
+            *v = I::or(*v, I::where_bits(h, mask, value));
+        }
+        blocks
+    }
+}
+
+pub(super) struct Q3K;
+
+impl<I: Isa> Decoder<I> for Q3K {
+    const FACTS: CodeFacts = facts(Format::Q3K);
+    const ORDER: ActOrder = Format::Q3K.act_order();
+    const PREFETCH: [usize; 3] = Format::Q3K.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: one super-block of 110 bytes.
+        unsafe {
+            let d = half::<I>(p, 108);
+            let a = q3_k_scales(&bytes(p[0], 96));
+            let b = if I::ROWS == 2 { q3_k_scales(&bytes(p[1], 96)) } else { [0; 2] };
+            let ws = [I::mul(d, I::i8([a[0], b[0]])), I::mul(d, I::i8([a[1], b[1]]))];
+            let first = two_bits::<I>(I::load(p, 32, 64));
+            let first = or_bits::<I>(first, I::load(p, 0, 0), 4);
+            let second = two_bits::<I>(I::load(p, 48, 80));
+            let second = or_bits::<I>(second, I::load(p, 16, 16), 4);
+            let codes = concat(I::transpose(first), I::transpose(second));
+            Decoded { codes, ws, wb: ws }
         }
     }
 }
@@ -242,26 +418,52 @@ impl<I: Isa> Decoder<I> for Q4K {
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 144 bytes.
         unsafe {
-            let (s0, m0) = q4_k_scales(&bytes(p[0], 4));
-            let (s1, m1) = if I::ROWS == 2 { q4_k_scales(&bytes(p[1], 4)) } else { (0, 0) };
-            let ws = I::mul(half::<I>(p, 0), I::u8([s0, s1]));
-            let wb = I::negate(I::mul(half::<I>(p, 2), I::u8([m0, m1])));
-            Decoded {
-                codes: concat(q4_k_words::<I>(p, 16), q4_k_words::<I>(p, 32)),
-                ws: [ws; 2],
-                wb: [wb; 2],
-            }
+            let (ws, wb) = k_scales::<I>(p);
+            let first = I::transpose(k_nibbles::<I>(p, 16));
+            let second = I::transpose(k_nibbles::<I>(p, 32));
+            Decoded { codes: concat(first, second), ws: [ws; 2], wb: [wb; 2] }
         }
     }
 }
 
-/// Words 0..4 or 4..8: 32 bytes hold a pair of blocks, low nibbles the even one, high nibbles the odd one.
+pub(super) struct Q5K;
+
+impl<I: Isa> Decoder<I> for Q5K {
+    const FACTS: CodeFacts = facts(Format::Q5K);
+    const ORDER: ActOrder = Format::Q5K.act_order();
+    const PREFETCH: [usize; 3] = Format::Q5K.group_bytes();
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: one super-block of 176 bytes.
+        unsafe {
+            let (ws, wb) = k_scales::<I>(p);
+            let first = or_bits::<I>(k_nibbles::<I>(p, 48), I::load(p, 16, 16), 16);
+            let second = or_bits::<I>(k_nibbles::<I>(p, 64), I::load(p, 32, 32), 16);
+            let codes = concat(I::transpose(first), I::transpose(second));
+            Decoded { codes, ws: [ws; 2], wb: [wb; 2] }
+        }
+    }
+}
+
+/// Scales and minima of `Q4_K` and `Q5_K`.
 #[inline(always)]
-unsafe fn q4_k_words<I: Isa>(p: RowPtrs, at: usize) -> [I::V; 4] {
+unsafe fn k_scales<I: Isa>(p: RowPtrs) -> (I::F, I::F) {
+    // SAFETY: as `bytes`.
+    unsafe {
+        let (s0, m0) = q4_k_scales(&bytes(p[0], 4));
+        let (s1, m1) = if I::ROWS == 2 { q4_k_scales(&bytes(p[1], 4)) } else { (0, 0) };
+        let ws = I::mul(half::<I>(p, 0), I::u8([s0, s1]));
+        (ws, I::negate(I::mul(half::<I>(p, 2), I::u8([m0, m1]))))
+    }
+}
+
+/// 16 weights of four blocks: 32 bytes hold a pair of blocks, low nibbles the even one, high nibbles the odd one.
+#[inline(always)]
+unsafe fn k_nibbles<I: Isa>(p: RowPtrs, at: usize) -> [I::V; 4] {
     // SAFETY: as `bytes`.
     unsafe {
         let (even, odd) = (I::load(p, at, at + 64), I::load(p, at + 32, at + 96));
-        I::transpose([low::<I>(even), high::<I>(even), low::<I>(odd), high::<I>(odd)])
+        [low::<I>(even), high::<I>(even), low::<I>(odd), high::<I>(odd)]
     }
 }
 
@@ -309,15 +511,63 @@ unsafe fn q6_k_words<I: Isa>(p: RowPtrs, at: usize) -> [I::V; 4] {
 unsafe fn q6_k_scales(p: *const u8) -> [u64; 2] {
     // SAFETY: as `bytes`.
     let (a, b) = unsafe { (u64::from_le_bytes(bytes(p, 192)), u64::from_le_bytes(bytes(p, 200))) };
-    [even_bytes(a) | even_bytes(b) << 32, even_bytes(a >> 8) | even_bytes(b >> 8) << 32]
+    by_halves([a, b])
 }
 
-/// Bytes 0, 2, 4 and 6.
-#[inline(always)]
-fn even_bytes(x: u64) -> u64 {
-    let x = x & 0x00ff_00ff_00ff_00ff;
-    let x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
-    (x | x >> 16) & 0xffff_ffff
+/// A grid format: `IQ1`, `IQ2`, `IQ3`.
+pub(super) struct Grid<const HALVES: bool> {
+    format: Format,
+    offset: i32,
+    codes: [u8; 16],
+    unit: f32,
+}
+
+impl<const HALVES: bool> Grid<HALVES> {
+    pub fn new(format: Format) -> Self {
+        let offset = facts(format).offset;
+        Grid { format, offset, codes: grid_codes(format), unit: grid_unit(format) }
+    }
+}
+
+impl<I: Isa, const HALVES: bool> Decoder<I> for Grid<HALVES> {
+    const FACTS: CodeFacts = CodeFacts { offset: 0, max_code: 124, halves: HALVES, bias: false };
+    const ORDER: ActOrder = ActOrder::Sequential;
+    const PREFETCH: [usize; 3] = [128, 0, 0];
+
+    #[inline(always)]
+    fn offset(&self) -> i32 {
+        self.offset
+    }
+
+    #[inline(always)]
+    unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
+        // SAFETY: one super-block.
+        unsafe {
+            let size = self.format.group_bytes()[0];
+            let a = grid_group(self.format, std::slice::from_raw_parts(p[0], size));
+            let second = if I::ROWS == 2 { p[1] } else { p[0] };
+            let b = grid_group(self.format, std::slice::from_raw_parts(second, size));
+            let d = I::mul(I::f16_splat([a.d, b.d]), I::f32([[self.unit; 8]; 2]));
+            let first = I::mul(d, I::u8([a.scales[0], b.scales[0]]));
+            let second = I::mul(d, I::u8([a.scales[1], b.scales[1]]));
+            let signs = I::words([a.signs, b.signs]);
+            let mut points = [[signs; 4]; 2];
+            for half in 0..2 {
+                for block in 0..4 {
+                    let (x, y) = (4 * block + 2 * half, 4 * block + 2 * half + 16);
+                    points[half][block] = I::quads([
+                        [a.points[x], a.points[x + 1], a.points[y], a.points[y + 1]],
+                        [b.points[x], b.points[x + 1], b.points[y], b.points[y + 1]],
+                    ]);
+                }
+            }
+            let mut codes = concat(I::transpose(points[0]), I::transpose(points[1]));
+            for (j, code) in codes.iter_mut().enumerate() {
+                *code = I::or(*code, where_set::<I>(signs, j, 8));
+            }
+            Decoded { codes: look_up::<I>(&self.codes, codes), ws: [first, second], wb: [first; 2] }
+        }
+    }
 }
 
 pub(super) struct Mxfp4;
@@ -331,7 +581,7 @@ impl<I: Isa> Decoder<I> for Mxfp4 {
         // SAFETY: blocks of 17 bytes, 136 in all.
         unsafe {
             let ws = I::e8m0_half::<17>(p, 0);
-            let codes = e2m1::<I>(split_nibbles::<I>(words::<I>(p, 1, 17)));
+            let codes = look_up::<I>(&E2M1_CODES, split_nibbles::<I>(words::<I>(p, 1, 17)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
     }
@@ -348,13 +598,13 @@ impl<I: Isa> Decoder<I> for Mxfp4Split {
         // SAFETY: 128 bytes of codes, 8 of scales.
         unsafe {
             let ws = I::e8m0_half::<1>(s, 0);
-            let codes = e2m1::<I>(split_nibbles::<I>(I::load_packed(p)));
+            let codes = look_up::<I>(&E2M1_CODES, split_nibbles::<I>(I::load_packed(p)));
             Decoded { codes, ws: [ws; 2], wb: [ws; 2] }
         }
     }
 }
 
-/// MLX affine of 4 or 8 bits.
+/// MLX affine.
 pub(super) struct Mlx<const BITS: u8> {
     pub group: usize,
     pub params: ParamType,
@@ -414,6 +664,63 @@ unsafe fn spread_f32(p: *const u8, n: usize) -> [f32; 8] {
     out
 }
 
+/// Codes of 2, 3, 5 or 6 bits. In a block these are as many 32-bit words; four codes reach over two words at most.
+#[inline(always)]
+unsafe fn bit_stream<I: Isa, const BITS: u8>(p: RowPtrs) -> [I::V; 8] {
+    let bits = BITS as usize;
+    let size = 4 * bits;
+    // SAFETY: eight blocks of `size` bytes; no load reaches over their end.
+    unsafe {
+        // Words 0..4, or for blocks below 16 bytes fewer; the last blocks are then read from before their start and
+        // moved down.
+        let w = if bits < 4 {
+            let back = 16 - size;
+            let mut down = [0; 16];
+            for i in 0..size {
+                down[i] = (i + back) as u8;
+            }
+            I::transpose([
+                I::load(p, 0, 4 * size),
+                I::load(p, size, 5 * size),
+                I::load(p, 2 * size, 6 * size),
+                I::lookup(I::load(p, 3 * size - back, 7 * size - back), I::repeat(&down)),
+            ])
+        } else {
+            words::<I>(p, 0, size)
+        };
+        // Words from `bits - 4` on.
+        let rest = if bits < 4 { w } else { words::<I>(p, size - 16, size) };
+        let mut codes = w_of::<I::V>(w, rest, bits);
+        let source = codes;
+        let ones = (1u32 << bits) - 1;
+        for (j, code) in codes.iter_mut().enumerate() {
+            let (word, at) = (4 * bits * j / 32, 4 * bits * j % 32);
+            let mut x = I::shr32(source[word], at);
+            if at + 4 * bits > 32 {
+                x = I::or(x, I::shl32(source[word + 1], 32 - at));
+            }
+            *code = I::and(x, I::splat32(ones));
+            for k in 1..4 {
+                let moved = I::shl32(x, (8 - bits) * k);
+                *code = I::or(*code, I::and(moved, I::splat32(ones << (8 * k))));
+            }
+        }
+        codes
+    }
+}
+
+/// The words of a block from its first four and its last four.
+#[inline(always)]
+fn w_of<V: Copy>(first: [V; 4], last: [V; 4], bits: usize) -> [V; 8] {
+    let mut w = concat(first, last);
+    let mut i = 4;
+    while i < bits {
+        w[i] = last[i - (bits - 4)];
+        i += 1;
+    }
+    w
+}
+
 impl<I: Isa, const BITS: u8> Decoder<I> for Mlx<BITS> {
     const FACTS: CodeFacts =
         facts(Format::MlxAffine { bits: BITS, group: 64, params: ParamType::Bf16 });
@@ -424,10 +731,10 @@ impl<I: Isa, const BITS: u8> Decoder<I> for Mlx<BITS> {
         // SAFETY: 32 * BITS bytes of codes, whole groups of parameters.
         unsafe {
             let (ws, wb) = (self.params::<I>(s), self.params::<I>(b));
-            let codes = if BITS == 4 {
-                split_nibbles::<I>(I::load_packed(p))
-            } else {
-                concat(words::<I>(p, 0, 32), words::<I>(p, 16, 32))
+            let codes = match BITS {
+                4 => split_nibbles::<I>(I::load_packed(p)),
+                8 => concat(words::<I>(p, 0, 32), words::<I>(p, 16, 32)),
+                _ => bit_stream::<I, BITS>(p),
             };
             Decoded { codes, ws: [ws; 2], wb: [wb; 2] }
         }

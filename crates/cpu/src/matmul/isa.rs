@@ -43,13 +43,20 @@ pub(super) trait Isa: Copy {
     }
     /// One 32-bit word per block.
     unsafe fn words(rows: [[u32; 8]; 2]) -> Self::V;
+    /// Four times eight bytes per row: lanes 0 and 1, low halves first.
+    unsafe fn quads(rows: [[u64; 4]; 2]) -> Self::V;
     unsafe fn splat(b: u8) -> Self::V;
+    /// The same word in every 32-bit lane.
+    unsafe fn splat32(w: u32) -> Self::V;
     unsafe fn and(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn or(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn xor(a: Self::V, b: Self::V) -> Self::V;
     /// Shifts of 16-bit words: bits of one byte reach into its neighbour and must be masked off.
     unsafe fn shr<const N: i32>(a: Self::V) -> Self::V;
     unsafe fn shl<const N: i32>(a: Self::V) -> Self::V;
+    /// Shifts of 32-bit words by a count that is constant wherever loops are unrolled.
+    unsafe fn shr32(a: Self::V, n: usize) -> Self::V;
+    unsafe fn shl32(a: Self::V, n: usize) -> Self::V;
     /// `table[i]` for the low nibbles `i` of `a`; the high ones must be zero. Within 128-bit lanes if the table is a vector.
     unsafe fn lookup(table: Self::V, a: Self::V) -> Self::V;
     /// The same 16 bytes in every lane.

@@ -28,14 +28,39 @@ macro_rules! with_decoder {
         let format: forebay_quant::Format = $format;
         match format {
             Format::Q8_0 => $run::<_ $(, $n)*>(&Q8_0, $($arg),*),
+            Format::Q4_0 => $run::<_ $(, $n)*>(&Q4_0, $($arg),*),
             Format::Q4_1 => $run::<_ $(, $n)*>(&Q4_1, $($arg),*),
             Format::Q5_0 => $run::<_ $(, $n)*>(&Q5_0, $($arg),*),
+            Format::Q5_1 => $run::<_ $(, $n)*>(&Q5_1, $($arg),*),
+            Format::Q2K => $run::<_ $(, $n)*>(&Q2K, $($arg),*),
+            Format::Q3K => $run::<_ $(, $n)*>(&Q3K, $($arg),*),
             Format::Q4K => $run::<_ $(, $n)*>(&Q4K, $($arg),*),
+            Format::Q5K => $run::<_ $(, $n)*>(&Q5K, $($arg),*),
             Format::Q6K => $run::<_ $(, $n)*>(&Q6K, $($arg),*),
             Format::Mxfp4 => $run::<_ $(, $n)*>(&Mxfp4, $($arg),*),
             Format::Mxfp4Split => $run::<_ $(, $n)*>(&Mxfp4Split, $($arg),*),
+            Format::Iq4Nl => $run::<_ $(, $n)*>(&Iq4Nl, $($arg),*),
+            Format::Iq4Xs => $run::<_ $(, $n)*>(&Iq4Xs, $($arg),*),
+            Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => {
+                $run::<_ $(, $n)*>(&Grid::<false>::new(format), $($arg),*)
+            }
+            Format::Iq1M | Format::Iq2Xs | Format::Iq2S => {
+                $run::<_ $(, $n)*>(&Grid::<true>::new(format), $($arg),*)
+            }
+            Format::MlxAffine { bits: 2, group, params } => {
+                $run::<_ $(, $n)*>(&Mlx::<2> { group: group as usize, params }, $($arg),*)
+            }
+            Format::MlxAffine { bits: 3, group, params } => {
+                $run::<_ $(, $n)*>(&Mlx::<3> { group: group as usize, params }, $($arg),*)
+            }
             Format::MlxAffine { bits: 4, group, params } => {
                 $run::<_ $(, $n)*>(&Mlx::<4> { group: group as usize, params }, $($arg),*)
+            }
+            Format::MlxAffine { bits: 5, group, params } => {
+                $run::<_ $(, $n)*>(&Mlx::<5> { group: group as usize, params }, $($arg),*)
+            }
+            Format::MlxAffine { bits: 6, group, params } => {
+                $run::<_ $(, $n)*>(&Mlx::<6> { group: group as usize, params }, $($arg),*)
             }
             Format::MlxAffine { bits: 8, group, params } => {
                 $run::<_ $(, $n)*>(&Mlx::<8> { group: group as usize, params }, $($arg),*)
