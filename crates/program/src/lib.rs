@@ -1,6 +1,6 @@
 //! Lowering of a [`forebay_models::ModelSpec`] to a flat program, and the memory ledger.
 //!
-//! Reading order: [`op`] (the operations), [`lower`] (spec to program), [`scratch`] (which buffers may
+//! Reading order: [`op`] (the operations), [`mod@lower`] (spec to program), [`scratch`] (which buffers may
 //! share memory), [`ledger`] (what a process needs, line by line),
 //! [`backend`] (what runs it).
 //!
