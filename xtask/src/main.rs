@@ -1,4 +1,6 @@
-//! Development chores: `cargo xtask check | arrows`.
+//! Development chores: `cargo xtask check | arrows | matrix`.
+
+mod matrix;
 
 use std::collections::BTreeMap;
 use std::process::{Command, ExitCode};
@@ -35,8 +37,12 @@ fn main() -> ExitCode {
     let result = match verb.as_str() {
         "check" => check(),
         "arrows" => arrows(),
+        "matrix" => {
+            print!("{}", matrix::matrix());
+            Ok(())
+        }
         _ => {
-            eprintln!("usage: cargo xtask check | arrows");
+            eprintln!("usage: cargo xtask check | arrows | matrix");
             return ExitCode::from(2);
         }
     };
