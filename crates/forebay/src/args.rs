@@ -41,7 +41,7 @@ pub enum Command {
     /// Download a model from a Hugging Face hub into the cache that other tools share.
     #[command(after_help = "Examples:\n  forebay pull openai/gpt-oss-20b\n  \
         forebay pull unsloth/gpt-oss-20b-GGUF:Q4_K_M\n  \
-        forebay pull org/name:*Q8_0* --revision v1.0 --json\n\n\
+        forebay pull 'org/name:*Q8_0*' --revision v1.0 --json\n\n\
         What was interrupted goes on where it ended. Variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, \
         HF_HUB_CACHE, HF_HUB_OFFLINE.")]
     Pull(PullArgs),

@@ -57,8 +57,7 @@ impl Wanted {
 
     /// Not without being asked for.
     pub fn refusal(&self, instead: &str) -> anyhow::Error {
-        let what =
-            format!("{self}, which is not in the cache (and no file or folder of that name)");
+        let what = format!("using {self}, which is neither a file here nor in the cache,");
         EngineError::Refused { what, instead: instead.into() }.into()
     }
 

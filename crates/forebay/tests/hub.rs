@@ -49,8 +49,10 @@ fn a_model_is_looked_at_then_pulled_then_run() {
     let weights = repo.files["model.safetensors"].len() as u64;
     let server = repo.serve(|_, _| None);
     let home = tempdir().unwrap();
-    let here = json(&succeeds(forebay().arg("inspect").arg(model(GPT_OSS)).arg("--json")));
-    let there = json(&succeeds(hub(&server, home.path()).args(["inspect", "o/n", "--json"])));
+    let budget = ["--json", "--memory", "400MiB"];
+    let here = json(&succeeds(forebay().arg("inspect").arg(model(GPT_OSS)).args(budget)));
+    let there = succeeds(hub(&server, home.path()).args(["inspect", "o/n"]).args(budget));
+    let there = json(&there);
     assert_eq!(here, there);
     let others = server.requests("/resolve/").len();
     let of_weights = server.requests("model.safetensors");

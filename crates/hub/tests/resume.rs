@@ -203,14 +203,16 @@ fn a_partial_that_is_too_long() {
 
 #[test]
 fn silence_is_given_up() {
-    let (server, bench) = case(|r, content| {
-        let silence = Duration::from_millis(if r.nth == 0 { 1500 } else { 0 });
+    let silence = Duration::from_secs(60);
+    let (server, mut bench) = case(move |r, content| {
+        let silence = if r.nth == 0 { silence } else { Duration::ZERO };
         Some(Reply { silence, ..part(content, r.range()?.0, 1000) })
     });
+    bench.config.retry.stall = Duration::from_millis(700);
     let start = std::time::Instant::now();
     exact(&bench);
-    assert!(start.elapsed() < Duration::from_millis(1400));
-    assert_eq!(server.requests(RESOLVE).len(), 2);
+    assert!(start.elapsed() < silence);
+    assert!(server.requests(RESOLVE).len() >= 2);
 }
 
 #[test]

@@ -281,8 +281,8 @@ impl Bench {
             first_delay: Duration::from_millis(5),
             max_delay: Duration::from_millis(20),
             max_server_delay: Duration::from_secs(1),
-            stall: Duration::from_millis(500),
-            connect: Duration::from_secs(2),
+            stall: Duration::from_secs(10),
+            connect: Duration::from_secs(10),
         };
         Bench { dir, config, cancel: AtomicBool::new(false) }
     }
