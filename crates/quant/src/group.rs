@@ -500,8 +500,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 pub fn grid_group(format: Format, bytes: &[u8]) -> GridGroup {
     let mut g = GridGroup { points: [0; GROUP / 8], signs: [0; LANES], d: 0, scales: [0; 2] };
     g.d = u16::from_le_bytes(*array(bytes, 0));
-    let points: &mut [[u64; 4]; LANES] =
-        (&mut g.points[..]).as_chunks_mut().0.try_into().expect("8");
+    let points: &mut [[u64; 4]; LANES] = g.points[..].as_chunks_mut().0.try_into().expect("8");
     match format {
         Format::Iq2Xxs => {
             let block: &[u8; 66] = array(bytes, 0);
@@ -592,7 +591,7 @@ pub fn grid_group(format: Format, bytes: &[u8]) -> GridGroup {
                 for l in 0..4 {
                     let high = (x >> (4 * l) & 7) << 8;
                     points[b][l] = grids::IQ1[block[4 * b + l] as usize | high];
-                    g.signs[b] |= (x as u32 >> (4 * l + 3) & 1) * 0xff << (8 * l);
+                    g.signs[b] |= (((x as u32 >> (4 * l + 3)) & 1) * 0xff) << (8 * l);
                 }
                 let at = 16 * (b / 2) + 6 * (b % 2);
                 scales[0][b] = (packed >> at) as u8 & 7;
