@@ -29,7 +29,7 @@ pub enum ResidencyChoice {
     Resident,
 }
 
-/// Options of [`crate::Engine::open`].
+/// Options of a model to be opened.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// Budget.

@@ -1,5 +1,8 @@
 //! The command line. Fields are raw; their meaning is resolved in [`crate::model`] and the commands.
 
+// Doc comments here are help texts: brackets in them are no links.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 use std::path::PathBuf;
 use std::str::FromStr;
 
