@@ -5,7 +5,7 @@
 //! the arithmetic of a dot product in both precisions ([`oracle`]). Every other kernel in the tree reproduces
 //! the oracle bit for bit.
 //!
-//! To add a format: a row in each table of [`format`] and a decoder in [`group`]. Every kernel then runs it; a
+//! To add a format: a row in each table of [`mod@format`] and a decoder in [`group`]. Every kernel then runs it; a
 //! hand-written SIMD decoder is an optimisation that comes later, if at all.
 //!
 //! What is not here: SIMD kernels (`forebay-cpu`), file readers (`forebay-files`).

@@ -1,6 +1,6 @@
 //! Weights times activations: `y[o] = dot(w[o], x) + bias[o]` for many rows at once.
 //!
-//! The arithmetic is defined by [`forebay_quant::oracle`]; every [`Level`] gives its bits. How it is made fast:
+//! The arithmetic is defined by [`forebay_quant::oracle`]; every [`crate::Level`] gives its bits. How it is made fast:
 //!
 //! * `kernel` walks tiles of output rows for integer (`q8`) dot products. It is generic over an instruction set
 //!   (`isa`, `avx512`, `avx2`, `neon`) and over a decoder of one weight format (`decode`): a format needs one decoder for all
