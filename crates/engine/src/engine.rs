@@ -54,24 +54,7 @@ impl Opened {
 
     /// The budget in bytes.
     pub fn budget(&self) -> Result<u64, EngineError> {
-        let root = Path::new("/");
-        let room = || {
-            memory::usable_bytes(root).ok_or_else(|| EngineError::Refused {
-                what: "finding out how much memory there is".into(),
-                instead: "this system does not tell; give --memory a size, such as 4GiB".into(),
-            })
-        };
-        Ok(match self.options.memory {
-            MemoryLimit::Bytes(b) => b,
-            // A tenth stays for the page cache and for whatever else runs.
-            MemoryLimit::Auto => room()? / 10 * 9,
-            MemoryLimit::Fraction(f) => {
-                let limit = memory::container_memory(root).map(|c| c.limit);
-                let ram = memory::host_available(root);
-                let smaller = limit.into_iter().chain(ram).min().map_or_else(room, Ok)?;
-                (smaller as f64 * f) as u64
-            }
-        })
+        budget_bytes(self.options.memory)
     }
 
     /// The plan for the budget.
@@ -89,6 +72,28 @@ impl Opened {
             tensors: self.catalog.tensors.len(),
         }
     }
+}
+
+/// What a limit means on this machine, now.
+pub fn budget_bytes(limit: MemoryLimit) -> Result<u64, EngineError> {
+    let root = Path::new("/");
+    let room = || {
+        memory::usable_bytes(root).ok_or_else(|| EngineError::Refused {
+            what: "finding out how much memory there is".into(),
+            instead: "this system does not tell; give --memory a size, such as 4GiB".into(),
+        })
+    };
+    Ok(match limit {
+        MemoryLimit::Bytes(b) => b,
+        // A tenth stays for the page cache and for whatever else runs.
+        MemoryLimit::Auto => room()? / 10 * 9,
+        MemoryLimit::Fraction(f) => {
+            let limit = memory::container_memory(root).map(|c| c.limit);
+            let ram = memory::host_available(root);
+            let smaller = limit.into_iter().chain(ram).min().map_or_else(room, Ok)?;
+            (smaller as f64 * f) as u64
+        }
+    })
 }
 
 /// A model that runs.

@@ -71,7 +71,7 @@ impl PlanInput<'_> {
     /// The best plan within `budget`.
     pub fn plan(&self, budget: u64) -> Result<MemoryPlan, EngineError> {
         let context = self.context()?;
-        let minimum = self.minimum(context);
+        let minimum = self.minimum_as_asked(context);
         let slot = self.store.slot_bytes();
         let routed = !self.store.layers.is_empty();
         let chunks: Vec<usize> = match self.options.chunk {

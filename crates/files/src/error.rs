@@ -527,7 +527,7 @@ impl Hint {
 impl fmt::Display for Hint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Hint::None => "",
+            Hint::None => "; the file is of another kind or damaged: check the path, or fetch it again",
             Hint::LfsPointer => {
                 "; this is a Git LFS pointer, not the file: fetch the real one (git lfs pull, or hf download)"
             }

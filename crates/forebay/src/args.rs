@@ -319,31 +319,41 @@ impl Options {
 #[command(next_help_heading = "Sampling options")]
 pub struct SamplingArgs {
     /// 0 always takes the most likely token; the model's generation_config.json or 0.8 unless told.
-    #[arg(long, env = "FOREBAY_TEMP")]
+    #[arg(long, allow_negative_numbers = true, env = "FOREBAY_TEMP")]
     pub temp: Option<f32>,
     /// Keep the k most likely tokens, 0 keeps all; the model's or 40 unless told.
     #[arg(long, env = "FOREBAY_TOP_K")]
     pub top_k: Option<usize>,
     /// Keep the smallest set of tokens whose probability reaches this; the model's or 0.95 unless told.
-    #[arg(long, env = "FOREBAY_TOP_P")]
+    #[arg(long, allow_negative_numbers = true, env = "FOREBAY_TOP_P")]
     pub top_p: Option<f32>,
     /// Keep tokens with at least this part of the largest probability; the model's or 0.05 unless told.
-    #[arg(long, env = "FOREBAY_MIN_P")]
+    #[arg(long, allow_negative_numbers = true, env = "FOREBAY_MIN_P")]
     pub min_p: Option<f32>,
     /// Divides the logits of recent tokens, 1 is off; 1.1 unless told, and off with --temp 0.
-    #[arg(long, env = "FOREBAY_REPEAT_PENALTY")]
+    #[arg(long, allow_negative_numbers = true, env = "FOREBAY_REPEAT_PENALTY")]
     pub repeat_penalty: Option<f32>,
     /// Subtracted from the logits of recent tokens.
-    #[arg(long, env = "FOREBAY_PRESENCE_PENALTY", default_value_t = 0.0)]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        env = "FOREBAY_PRESENCE_PENALTY",
+        default_value_t = 0.0
+    )]
     pub presence_penalty: f32,
     /// Subtracted from the logits of recent tokens, per occurrence.
-    #[arg(long, env = "FOREBAY_FREQUENCY_PENALTY", default_value_t = 0.0)]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        env = "FOREBAY_FREQUENCY_PENALTY",
+        default_value_t = 0.0
+    )]
     pub frequency_penalty: f32,
     /// How many last tokens are recent.
     #[arg(long, env = "FOREBAY_REPEAT_LAST_N", default_value_t = 64)]
     pub repeat_last_n: usize,
     /// Seed of the random draws.
-    #[arg(long, env = "FOREBAY_SEED", default_value_t = 0)]
+    #[arg(long, allow_negative_numbers = true, env = "FOREBAY_SEED", default_value_t = 0)]
     pub seed: u64,
 }
 

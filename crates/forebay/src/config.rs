@@ -4,6 +4,7 @@
 //! `forebay.toml` is looked for in the current folder and in `$XDG_CONFIG_HOME/forebay` (or
 //! `~/.config/forebay`); `FOREBAY_CONFIG` names another. A key is an option's long name.
 
+use crate::term::note;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,7 +19,7 @@ pub fn parse() -> Result<Cli, ExitCode> {
     let settings = match load() {
         Ok(settings) => settings,
         Err(text) => {
-            eprintln!("forebay: {text}");
+            note!("forebay: {text}");
             return Err(ExitCode::from(2));
         }
     };
@@ -26,7 +27,7 @@ pub fn parse() -> Result<Cli, ExitCode> {
     let mut unknown: Vec<String> = settings.keys().cloned().collect();
     command = with_defaults(command, &settings, &mut unknown);
     if let Some(key) = unknown.first() {
-        eprintln!("forebay: forebay.toml has the key {key:?}, which no option has");
+        note!("forebay: forebay.toml has the key {key:?}, which no option has");
         return Err(ExitCode::from(2));
     }
     let matches = command.try_get_matches().map_err(end)?;

@@ -1,5 +1,6 @@
 //! From an error to one line on stderr and an exit code.
 
+use crate::term::note;
 use std::process::ExitCode;
 
 use forebay_engine::EngineError;
@@ -77,6 +78,6 @@ pub fn report(error: &anyhow::Error, json: bool) -> ExitCode {
         // Who reads has the message on stderr as well.
         let _ = crate::term::say!("{line}");
     }
-    eprintln!("forebay: {text}");
+    note!("forebay: {text}");
     ExitCode::from(code)
 }

@@ -11,7 +11,7 @@ use forebay_program::ledger::human;
 
 use crate::args::ModelArgs;
 use crate::model;
-use crate::term::{FileBars, interruption};
+use crate::term::{FileBars, interruption, note};
 
 /// A model of a hub, as it was asked for.
 pub struct Wanted {
@@ -74,9 +74,9 @@ impl Wanted {
         // A model that cannot be run is not worth its download.
         match offer.prospect(args) {
             Ok(()) => {}
-            Err(e) if !args.yes && is_budget(&e) => eprintln!("{e:#}"),
+            Err(e) if !args.yes && is_budget(&e) => note!("{e:#}"),
             Err(e) if is_refusal(&e) => return Err(e),
-            Err(e) => eprintln!("note: what the budget would make of it is not known yet: {e:#}"),
+            Err(e) => note!("note: what the budget would make of it is not known yet: {e:#}"),
         }
         if !args.yes && !agrees(&offer)? {
             return Err(self.refusal("nothing was downloaded"));
@@ -117,14 +117,14 @@ impl Offer {
         let (files, bytes) = (selection.files().len(), selection.bytes());
         eprint!("{} at {}: {files} files, {}", listing.repo, listing.commit, human(bytes));
         match self.missing_bytes() {
-            missing if missing == bytes => eprintln!(),
-            missing => eprintln!(", {} of it to come", human(missing)),
+            missing if missing == bytes => note!(""),
+            missing => note!(", {} of it to come", human(missing)),
         }
         let skipped = selection.skipped.iter();
         let skipped = skipped.map(|s| format!("{} ({}, {})", s.what, s.files, human(s.bytes)));
         let skipped: Vec<String> = skipped.collect();
         if !skipped.is_empty() {
-            eprintln!("not fetched: {}", skipped.join(", "));
+            note!("not fetched: {}", skipped.join(", "));
         }
     }
 
@@ -141,7 +141,7 @@ impl Offer {
         let (opened, ..) = model::describe(self.catalog()?, args.options.engine()?)?;
         let store = &opened.store;
         if let Some(layer) = store.layers.first() {
-            eprintln!(
+            note!(
                 "experts: {} in each of {} layers, {} each, {} in all",
                 layer.experts.len(),
                 store.layers.len(),
@@ -150,8 +150,8 @@ impl Offer {
             );
         }
         let plan = opened.plan()?;
-        eprintln!("{}", plan.summary());
-        eprintln!("smallest workable budget: {}", human(plan.minimum));
+        note!("{}", plan.summary());
+        note!("smallest workable budget: {}", human(plan.minimum));
         Ok(())
     }
 

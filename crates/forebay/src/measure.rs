@@ -1,5 +1,6 @@
 //! What a run cost: one sample per repetition, and the report that `run --stats` and `bench` share.
 
+use crate::term::note;
 use std::path::Path;
 use std::time::Duration;
 
@@ -146,7 +147,7 @@ impl Report<'_> {
         };
         let percent =
             |v: &Value| number(v).map_or(String::new(), |f| format!(" ({:.0}%)", f * 100.0));
-        let line = |what: &str, text: String| eprintln!("  {what:<12} {text}");
+        let line = |what: &str, text: String| note!("  {what:<12} {text}");
         line("prefill", speed("prefill_tokens_per_s"));
         line("decode", speed("decode_tokens_per_s"));
         let first = number(&j["first_token_s"]["median"]).unwrap_or(0.0);

@@ -11,7 +11,7 @@ use forebay_text::{ChatTemplate, Tokenizer, TokenizerOptions};
 use crate::args::ModelArgs;
 use crate::failure::usage;
 use crate::hub::Wanted;
-use crate::term::Bar;
+use crate::term::{Bar, note};
 
 /// A loaded model with what a command needs around it.
 pub struct Loaded {
@@ -72,7 +72,7 @@ pub fn look(args: &ModelArgs) -> anyhow::Result<Headers> {
     match find(&args.model)? {
         Found::Here(path) => describe(Catalog::open(&path)?, options),
         Found::OnHub(wanted) => {
-            eprintln!("note: {wanted} is not in the cache; its headers are read from the hub");
+            note!("note: {wanted} is not in the cache; its headers are read from the hub");
             describe(wanted.offer()?.catalog()?, options)
         }
     }
@@ -101,15 +101,24 @@ fn text(catalog: &mut Catalog) -> anyhow::Result<(Tokenizer, Option<ChatTemplate
 /// Opens and loads, with a progress bar.
 pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow::Result<Loaded> {
     let start = std::time::Instant::now();
+    let cancel = crate::term::interruption();
     let peak = PeakSampler::start();
     let (opened, tokenizer, template) = open(args, adjust)?;
     let recommended = opened.catalog.generation_config().cloned();
     let bar = Bar::bytes("loading");
-    let engine = Engine::load(opened, &mut |done, total| bar.set(done, total))?;
+    let engine = Engine::load(opened, &mut |done, total| {
+        bar.set(done, total);
+        if cancel.load(std::sync::atomic::Ordering::Relaxed) {
+            // Nothing is begun yet that would have to be ended.
+            bar.clear();
+            note!("forebay: interrupted");
+            std::process::exit(130);
+        }
+    })?;
     drop(bar);
     let load_s = start.elapsed().as_secs_f64();
     for note in engine.notes().iter().chain(&engine.spec.notes) {
-        eprintln!("note: {note}");
+        note!("note: {note}");
     }
     Ok(Loaded { engine, tokenizer, template, recommended, load_s, peak })
 }
@@ -126,6 +135,10 @@ pub fn read_ids(path: &Path) -> anyhow::Result<Vec<u32>> {
 pub fn parse_ids(text: &str) -> Option<Vec<u32>> {
     if let Ok(ids) = serde_json::from_str::<Vec<u32>>(text) {
         return Some(ids);
+    }
+    if let Ok(serde_json::Value::Object(object)) = serde_json::from_str(text) {
+        let list = ["ids", "tokens", "prompt"].into_iter().find_map(|key| object.get(key))?;
+        return serde_json::from_value(list.clone()).ok();
     }
     let words = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|w| !w.is_empty());
     let ids: Option<Vec<u32>> = words.map(|w| w.parse().ok()).collect();

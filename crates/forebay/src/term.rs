@@ -14,6 +14,18 @@ macro_rules! say {
 }
 pub(crate) use say;
 
+/// Writes a line to standard error, as `eprintln!` does; but where nobody can read it, it is lost and no
+/// panic.
+macro_rules! note {
+    ($($arg:tt)*) => { $crate::term::note_line(format_args!($($arg)*)) };
+}
+pub(crate) use note;
+
+/// What [`note!`] does.
+pub fn note_line(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
 /// What [`say!`] does.
 pub fn say_line(line: std::fmt::Arguments<'_>) -> std::io::Result<()> {
     let mut stdout = std::io::stdout().lock();
@@ -33,7 +45,7 @@ pub fn interruption() -> Arc<AtomicBool> {
             }
         });
         if let Err(e) = result {
-            eprintln!("note: Ctrl-C ends the program at once ({e})");
+            note!("note: Ctrl-C ends the program at once ({e})");
         }
         flag
     };
@@ -114,7 +126,7 @@ impl FileBars {
             if let Some(bar) = bars.remove(name) {
                 bar.finish_and_clear();
                 if !self.drawn {
-                    eprintln!("{name}: {total} bytes");
+                    note!("{name}: {total} bytes");
                 }
             }
             return;

@@ -39,7 +39,7 @@ pub enum ModelError {
         expected: String,
     },
     /// A tensor is missing.
-    #[error("tensor {name} is missing{hint}")]
+    #[error("tensor {name} is missing{}", remedy(.hint))]
     MissingTensor {
         /// Its name.
         name: String,
@@ -102,5 +102,13 @@ impl ModelError {
             ModelError::MissingTensor { .. } => "MissingTensor",
             ModelError::ShapeMismatch { .. } => "SizeMismatch",
         }
+    }
+}
+
+/// What to do about a missing tensor where nothing better is known.
+fn remedy(hint: &str) -> &str {
+    match hint {
+        "" => ": the checkpoint is incomplete; download or convert it again",
+        hint => hint,
     }
 }

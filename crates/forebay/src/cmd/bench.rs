@@ -12,7 +12,7 @@ use crate::args::{BenchArgs, Options};
 use crate::failure::usage;
 use crate::measure::{Bandwidths, Report, Sample};
 use crate::model::{self, Loaded};
-use crate::term::{Bar, interruption, say};
+use crate::term::{Bar, interruption, note, say};
 
 /// How long the disk is measured.
 const DISK_TIME: Duration = Duration::from_millis(1500);
@@ -54,7 +54,7 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     match args.json {
         true => say!("{}", report.json())?,
         false => {
-            eprintln!("{}", loaded.engine.plan.summary());
+            note!("{}", loaded.engine.plan.summary());
             report.print();
         }
     }
@@ -108,10 +108,8 @@ fn random_ids(n: usize, vocab: u64) -> Vec<u32> {
 /// would not fit the budget.
 pub fn memory_bandwidth(options: &Options) -> Option<f64> {
     let threads = options.engine().ok()?.threads();
-    let bytes = match options.memory.0 {
-        forebay_engine::MemoryLimit::Bytes(b) => (b / 8).min(256 << 20),
-        _ => 256 << 20,
-    };
+    let budget = forebay_engine::engine::budget_bytes(options.memory.0).ok()?;
+    let bytes = (budget / 8).min(256 << 20);
     (bytes >= 32 << 20)
         .then(|| forebay_cpu::bandwidth::measure(&Pool::new(threads), bytes as usize))
 }

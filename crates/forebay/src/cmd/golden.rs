@@ -162,12 +162,42 @@ impl Outcome {
     }
 }
 
+/// Refuses reference answers that this model cannot be compared with.
+fn check_case(case: &Case, vocab: usize) -> anyhow::Result<()> {
+    let nothing = case.positions.is_empty() && case.first.is_empty() && case.last_logits.is_empty();
+    if nothing && case.greedy.is_empty() {
+        return Err(usage(
+            "a case holds nothing to compare: no positions, first, last_logits, greedy",
+        ));
+    }
+    if case.positions.iter().any(|p| p.top_ids.is_empty() || p.top_ids.len() != p.top_logits.len())
+    {
+        return Err(usage(
+            "a position's top_ids and top_logits must be of one length, and not empty",
+        ));
+    }
+    let ids =
+        case.positions.iter().flat_map(|p| &p.top_ids).chain(case.first.iter().map(|(id, _)| id));
+    let outside = ids.chain(&case.greedy).find(|id| **id as usize >= vocab);
+    if let Some(id) = outside {
+        return Err(usage(format!(
+            "the reference names token {id}, this model has {vocab} tokens"
+        )));
+    }
+    if case.last_logits.len() > vocab {
+        let n = case.last_logits.len();
+        return Err(usage(format!("last_logits has {n} numbers, this model has {vocab} tokens")));
+    }
+    Ok(())
+}
+
 fn compare(
     engine: &mut Engine,
     case: &Case,
     near_tie: f64,
     cancel: &AtomicBool,
 ) -> anyhow::Result<Outcome> {
+    check_case(case, engine.spec.vocab_size)?;
     let mut out = Outcome::default();
     let mut sequence = engine.new_sequence();
     let mut wanted: Vec<usize> = case.positions.iter().map(|p| p.position).collect();

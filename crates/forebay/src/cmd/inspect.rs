@@ -109,7 +109,8 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
     }
     match plan {
         Ok(_) => Ok(ExitCode::SUCCESS),
-        Err(e) => Err(e.into()),
+        // The document is on stdout already, and one is all that programs expect there.
+        Err(e) => Ok(crate::failure::report(&e.into(), false)),
     }
 }
 

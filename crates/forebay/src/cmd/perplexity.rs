@@ -52,7 +52,7 @@ pub fn run(args: PerplexityArgs) -> anyhow::Result<ExitCode> {
         true => {
             say!(
                 "{}",
-                json!({ "perplexity": perplexity, "tokens": ids.len() / window * window, "scored": count, "window": window })
+                json!({ "perplexity": perplexity, "tokens": windows.iter().map(|w| w.len()).sum::<usize>(), "scored": count, "window": window })
             )?;
         }
         false => say!(

@@ -13,7 +13,13 @@ use crate::cmd::bench;
 use crate::failure::usage;
 use crate::measure::{Bandwidths, Report, Sample};
 use crate::model::{self, Loaded};
-use crate::term::{Bar, interruption, say};
+use crate::term::{Bar, interruption, note, say};
+
+/// Most of standard input that is read.
+const MAX_STDIN_BYTES: u64 = 16 << 20;
+
+/// Shorter texts are encoded without a look at whether they can fit.
+const LONG_TEXT_BYTES: usize = 32 << 10;
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     args.sampling.params(None)?;
@@ -98,7 +104,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
                 })
             )?,
             false => {
-                eprintln!("\n{}", loaded.engine.plan.summary());
+                note!("\n{}", loaded.engine.plan.summary());
                 report.print();
             }
         }
@@ -125,15 +131,44 @@ fn prompt_text(args: &RunArgs) -> anyhow::Result<Option<String>> {
     }
     let mut text = String::new();
     std::io::stdin()
+        .take(MAX_STDIN_BYTES + 1)
         .read_to_string(&mut text)
         .map_err(|e| usage(format!("standard input: {e}")))?;
+    if text.len() as u64 > MAX_STDIN_BYTES {
+        let mib = MAX_STDIN_BYTES >> 20;
+        return Err(usage(format!(
+            "standard input holds more than {mib} MiB: no context is so long"
+        )));
+    }
     match text.trim().is_empty() {
         true => Err(usage("the prompt is empty")),
         false => Ok(Some(text.trim_end_matches('\n').to_string())),
     }
 }
 
+/// Refuses a text that cannot fit the context before it is encoded: encoding takes many times a text's
+/// size in memory, and the budget has room for what fits only.
+fn check_length(loaded: &Loaded, text: &str) -> anyhow::Result<()> {
+    if text.len() < LONG_TEXT_BYTES {
+        return Ok(());
+    }
+    let tokenizer = &loaded.tokenizer;
+    let ids = 0..tokenizer.vocab_size() as u32;
+    let longest = ids.map(|id| tokenizer.token_bytes(id).len()).max().unwrap_or(1).max(1);
+    let at_least = text.len() / longest;
+    let context = loaded.engine.plan.context;
+    match at_least >= context {
+        true => Err(usage(format!(
+            "the prompt has {} bytes, at least {at_least} tokens, and the context holds {context}: \
+             shorten it, or raise --context",
+            text.len()
+        ))),
+        false => Ok(()),
+    }
+}
+
 fn encode(loaded: &Loaded, args: &RunArgs, text: &str) -> anyhow::Result<Vec<u32>> {
+    check_length(loaded, text)?;
     let template = match (&loaded.template, args.raw) {
         (Some(t), false) => t,
         (None, false) if args.system.is_some() => {
@@ -141,7 +176,7 @@ fn encode(loaded: &Loaded, args: &RunArgs, text: &str) -> anyhow::Result<Vec<u32
         }
         _ => {
             if loaded.template.is_none() && !args.raw {
-                eprintln!("note: the model has no chat template; the prompt is taken as it is");
+                note!("note: the model has no chat template; the prompt is taken as it is");
             }
             return Ok(loaded.tokenizer.encode_prompt(text, Specials::Ignore)?);
         }
