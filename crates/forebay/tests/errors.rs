@@ -218,8 +218,8 @@ fn nan_scales_of_mxfp4() {
 #[rstest]
 #[case::path(&["run", "no/such/place/model.gguf", "x"], 2, &["no/such/place/model.gguf", "no such file"])]
 #[case::absolute(&["run", "/no/such", "x"], 2, &["/no/such"])]
-#[case::remote(&["run", "somebody/some-model", "x"], 3, &["somebody/some-model", "local"])]
-#[case::remote(&["inspect", "somebody/some-model"], 3, &["somebody/some-model", "local"])]
+#[case::remote(&["run", "somebody/some-model", "x"], 3, &["somebody/some-model", "forebay pull"])]
+#[case::remote(&["inspect", "somebody/some-model"], 1, &["somebody/some-model", "127.0.0.1"])]
 fn places(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
     fails(forebay().args(args), code, says);
 }

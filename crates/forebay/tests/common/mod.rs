@@ -37,6 +37,8 @@ pub fn forebay() -> Command {
         }
     }
     command.env("XDG_CONFIG_HOME", "/nonexistent").current_dir(env!("CARGO_TARGET_TMPDIR"));
+    // No test leaves this machine: nobody listens here.
+    command.env("HF_ENDPOINT", "http://127.0.0.1:9").env("HF_HUB_CACHE", "/nonexistent");
     // Greedy unless a test says otherwise. Two threads: the suite runs several processes at once.
     command.env("FOREBAY_TEMP", "0").env("FOREBAY_THREADS", "2");
     command.timeout(std::time::Duration::from_secs(300));
