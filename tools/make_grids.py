@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the bitmaps of crates/quant/src/grids.rs from the grids of the `gguf` package.
+"""Prints the bitmaps of crates/quant/src/grid_points.rs from the grids of the `gguf` package.
 
     pip install gguf && tools/make_grids.py
 

@@ -8,7 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::format::{ActOrder, Format, ParamType};
-use crate::grids;
+use crate::grid;
 
 /// Weights of a block.
 pub const BLOCK: usize = 32;
@@ -101,13 +101,13 @@ pub fn decode_group(format: Format, planes: [&[u8]; 3], blocks: usize, out: &mut
         Format::Q4K => q4_k(planes[0], out),
         Format::Q5K => q5_k(planes[0], out),
         Format::Q6K => q6_k(planes[0], out),
-        Format::Iq1S
-        | Format::Iq1M
-        | Format::Iq2Xxs
-        | Format::Iq2Xs
-        | Format::Iq2S
-        | Format::Iq3Xxs
-        | Format::Iq3S => grid(format, planes[0], out),
+        Format::Iq1S => grid::decode::<grid::Iq1S>(planes[0], out),
+        Format::Iq1M => grid::decode::<grid::Iq1M>(planes[0], out),
+        Format::Iq2Xxs => grid::decode::<grid::Iq2Xxs>(planes[0], out),
+        Format::Iq2Xs => grid::decode::<grid::Iq2Xs>(planes[0], out),
+        Format::Iq2S => grid::decode::<grid::Iq2S>(planes[0], out),
+        Format::Iq3Xxs => grid::decode::<grid::Iq3Xxs>(planes[0], out),
+        Format::Iq3S => grid::decode::<grid::Iq3S>(planes[0], out),
         Format::Iq4Nl => iq4_nl(planes[0], blocks, out),
         Format::Iq4Xs => iq4_xs(planes[0], out),
         Format::Mxfp4 => mxfp4(planes[0], blocks, out),
@@ -178,7 +178,7 @@ fn block_codes(out: &mut Group, b: usize) -> &mut [u8; BLOCK] {
 }
 
 #[inline(always)]
-fn array<const N: usize>(bytes: &[u8], at: usize) -> &[u8; N] {
+pub(crate) fn array<const N: usize>(bytes: &[u8], at: usize) -> &[u8; N] {
     bytes[at..][..N].try_into().expect("a slice of N")
 }
 
@@ -424,201 +424,6 @@ fn iq4_xs(bytes: &[u8], out: &mut Group) {
         let codes = block_codes(out, b);
         split_nibbles(array(block, 8 + 16 * b), codes);
         codes.iter_mut().for_each(|c| *c = IQ4_CODES[*c as usize]);
-    }
-}
-
-/// A super-block of a grid format (`IQ1`, `IQ2`, `IQ3`), its points looked up.
-#[derive(Clone, Debug)]
-pub struct GridGroup {
-    /// Byte `i % 8` of word `i / 8` is the coordinate of weight `i`.
-    pub points: [u64; GROUP / 8],
-    /// Bit `e` of word `b` is set where weight `e` of block `b` is negated (`IQ1`: shifted down, not up).
-    pub signs: [u32; LANES],
-    /// The super-block's scale, an f16; multiplied with [`grid_unit`].
-    pub d: u16,
-    /// What it is multiplied with for the first and the second halves of the blocks, a byte each.
-    pub scales: [u64; 2],
-}
-
-/// The codes of the coordinates; those of negated weights from index 8 on.
-pub const fn grid_codes(format: Format) -> [u8; 16] {
-    match format {
-        Format::Iq1S | Format::Iq1M => [2, 10, 18, 0, 0, 0, 0, 0, 0, 8, 16, 0, 0, 0, 0, 0],
-        Format::Iq3Xxs => [66, 74, 82, 90, 98, 106, 114, 124, 58, 50, 42, 34, 26, 18, 10, 0],
-        Format::Iq3S => [16, 18, 20, 22, 24, 26, 28, 30, 14, 12, 10, 8, 6, 4, 2, 0],
-        _ => [51, 68, 86, 0, 0, 0, 0, 0, 35, 18, 0, 0, 0, 0, 0, 0],
-    }
-}
-
-/// Scales are odd multiples of this much of the super-block's.
-pub const fn grid_unit(format: Format) -> f32 {
-    match format {
-        Format::Iq3S => 1.0,
-        Format::Iq3Xxs => 0.25,
-        _ => 0.125,
-    }
-}
-
-/// Seven signs in each byte of `x`: the eighth makes the number of set bits even.
-#[inline(always)]
-fn eighth_sign(x: u64) -> u64 {
-    let p = x ^ x >> 4;
-    let p = p ^ p >> 2;
-    x | ((p ^ p >> 1) & 0x0101_0101_0101_0101) << 7
-}
-
-/// Four times seven signs, from the low 28 bits.
-#[inline(always)]
-fn signs_of_28(x: u32) -> u32 {
-    let bytes = (x & 0x7f) | (x << 1 & 0x7f00) | (x << 2 & 0x7f_0000) | (x << 3 & 0x7f00_0000);
-    eighth_sign(bytes as u64) as u32
-}
-
-/// Four-bit numbers `s` as `2 s + 1`.
-#[inline(always)]
-fn odd(s: u64) -> u64 {
-    2 * s + 0x0101_0101_0101_0101
-}
-
-/// Low nibbles of eight bytes, high nibbles of them.
-#[inline(always)]
-fn nibbles_by_halves(bytes: &[u8; 8]) -> [u64; 2] {
-    let x = u64::from_le_bytes(*bytes);
-    [odd(x & 0x0f0f_0f0f_0f0f_0f0f), odd(x >> 4 & 0x0f0f_0f0f_0f0f_0f0f)]
-}
-
-#[inline(always)]
-fn word(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(*array(bytes, at))
-}
-
-/// Looks the points of a super-block up.
-///
-/// # Panics
-/// If there are too few bytes, or the format has no grid.
-#[inline(always)]
-pub fn grid_group(format: Format, bytes: &[u8]) -> GridGroup {
-    let mut g = GridGroup { points: [0; GROUP / 8], signs: [0; LANES], d: 0, scales: [0; 2] };
-    g.d = u16::from_le_bytes(*array(bytes, 0));
-    let points: &mut [[u64; 4]; LANES] = g.points[..].as_chunks_mut().0.try_into().expect("8");
-    match format {
-        Format::Iq2Xxs => {
-            let block: &[u8; 66] = array(bytes, 0);
-            let mut scales = [0; LANES];
-            for b in 0..LANES {
-                let x = word(block, 6 + 8 * b);
-                for l in 0..4 {
-                    points[b][l] = grids::IQ2_XXS[block[2 + 8 * b + l] as usize];
-                }
-                g.signs[b] = signs_of_28(x);
-                scales[b] = (x >> 28) as u8;
-            }
-            g.scales = [odd(u64::from_le_bytes(scales)); 2];
-        }
-        Format::Iq2Xs => {
-            let block: &[u8; 74] = array(bytes, 0);
-            for b in 0..LANES {
-                let x = u64::from_le_bytes(*array(block, 2 + 8 * b));
-                for l in 0..4 {
-                    points[b][l] = grids::IQ2_XS[(x >> (16 * l)) as usize & 511];
-                }
-                g.signs[b] = even_bytes(eighth_sign(x >> 9 & 0x007f_007f_007f_007f)) as u32;
-            }
-            g.scales = nibbles_by_halves(array(block, 66));
-        }
-        Format::Iq2S => {
-            let block: &[u8; 82] = array(bytes, 0);
-            for b in 0..LANES {
-                let high = (block[66 + b] as usize) << 8;
-                for l in 0..4 {
-                    let low = block[2 + 4 * b + l] as usize;
-                    points[b][l] = grids::IQ2_S[low | (high >> (2 * l) & 0x300)];
-                }
-                g.signs[b] = word(block, 34 + 4 * b);
-            }
-            g.scales = nibbles_by_halves(array(block, 74));
-        }
-        Format::Iq3Xxs => {
-            let block: &[u8; 98] = array(bytes, 0);
-            let mut scales = [0; LANES];
-            for b in 0..LANES {
-                let x = word(block, 66 + 4 * b);
-                for l in 0..4 {
-                    let low = grids::IQ3_XXS[block[2 + 8 * b + 2 * l] as usize] as u64;
-                    let high = grids::IQ3_XXS[block[3 + 8 * b + 2 * l] as usize] as u64;
-                    points[b][l] = low | high << 32;
-                }
-                g.signs[b] = signs_of_28(x);
-                scales[b] = (x >> 28) as u8;
-            }
-            g.scales = [odd(u64::from_le_bytes(scales)); 2];
-        }
-        Format::Iq3S => {
-            let block: &[u8; 110] = array(bytes, 0);
-            for b in 0..LANES {
-                let ninth = (block[66 + b] as usize) << 8;
-                for l in 0..4 {
-                    let low = block[2 + 8 * b + 2 * l] as usize | (ninth >> (2 * l) & 0x100);
-                    let high = block[3 + 8 * b + 2 * l] as usize | (ninth >> (2 * l + 1) & 0x100);
-                    points[b][l] = grids::IQ3_S[low] as u64 | (grids::IQ3_S[high] as u64) << 32;
-                }
-                g.signs[b] = word(block, 74 + 4 * b);
-            }
-            g.scales = [odd(spread_nibbles(word(block, 106))); 2];
-        }
-        Format::Iq1S => {
-            let block: &[u8; 50] = array(bytes, 0);
-            let mut scales = [0; LANES];
-            for b in 0..LANES {
-                let x = u16::from_le_bytes(*array(block, 34 + 2 * b));
-                for l in 0..4 {
-                    let high = (x as usize >> (3 * l) & 7) << 8;
-                    points[b][l] = grids::IQ1[block[2 + 4 * b + l] as usize | high];
-                }
-                g.signs[b] = ((x as i16 >> 15) as i32) as u32;
-                scales[b] = (x >> 12) as u8 & 7;
-            }
-            g.scales = [odd(u64::from_le_bytes(scales)); 2];
-        }
-        Format::Iq1M => {
-            let block: &[u8; 56] = array(bytes, 0);
-            let packed = u64::from_le_bytes(*array(block, 48));
-            let piece = |i: u32| (packed >> (16 * i + 12) & 15) << (4 * i);
-            g.d = (piece(0) | piece(1) | piece(2) | piece(3)) as u16;
-            let mut scales = [[0; LANES]; 2];
-            for b in 0..LANES {
-                let x = u16::from_le_bytes(*array(block, 32 + 2 * b)) as usize;
-                for l in 0..4 {
-                    let high = (x >> (4 * l) & 7) << 8;
-                    points[b][l] = grids::IQ1[block[4 * b + l] as usize | high];
-                    g.signs[b] |= (((x as u32 >> (4 * l + 3)) & 1) * 0xff) << (8 * l);
-                }
-                let at = 16 * (b / 2) + 6 * (b % 2);
-                scales[0][b] = (packed >> at) as u8 & 7;
-                scales[1][b] = (packed >> (at + 3)) as u8 & 7;
-            }
-            g.scales = scales.map(|s| odd(u64::from_le_bytes(s)));
-        }
-        _ => panic!("{format:?} has no grid"),
-    }
-    g
-}
-
-#[inline(always)]
-fn grid(format: Format, bytes: &[u8], out: &mut Group) {
-    let g = grid_group(format, bytes);
-    let d = f16_to_f32(g.d) * grid_unit(format);
-    for half in 0..2 {
-        for b in 0..LANES {
-            out.ws[half][b] = d * g.scales[half].to_le_bytes()[b] as f32;
-        }
-    }
-    let table = grid_codes(format);
-    for (b, codes) in out.codes.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-        for (i, code) in codes.iter_mut().enumerate() {
-            let point = (g.points[4 * b + i / 8] >> (8 * (i % 8))) as u8;
-            *code = table[(point | ((g.signs[b] >> i) as u8 & 1) << 3) as usize & 15];
-        }
     }
 }
 

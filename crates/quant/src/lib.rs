@@ -14,7 +14,8 @@
 
 pub mod dequant;
 pub mod format;
-mod grids;
+pub mod grid;
+mod grid_points;
 pub mod group;
 pub mod matrix;
 pub mod oracle;

@@ -187,6 +187,7 @@ impl Isa for Avx2 {
         fn i8(rows: [u64; 2]) -> __m256 {
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(rows[0] as i64)))
         }
+        fn lanes(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
         fn negate(a: __m256) -> __m256 { _mm256_xor_ps(a, _mm256_set1_ps(-0.0)) }
         fn mul(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
         fn fma(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }

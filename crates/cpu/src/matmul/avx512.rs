@@ -194,6 +194,7 @@ impl Isa for Avx512 {
         fn i8(rows: [u64; 2]) -> __m512 {
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_set_epi64x(rows[1] as i64, rows[0] as i64)))
         }
+        fn lanes(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         fn negate(a: __m512) -> __m512 { _mm512_xor_ps(a, _mm512_set1_ps(-0.0)) }
         fn mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
         fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }

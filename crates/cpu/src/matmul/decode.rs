@@ -6,9 +6,10 @@
 //! No closures around vector operations, here or in the kernels: a closure is a function of its own without the
 //! caller's instruction set, and unless it happens to be inlined every operation in it becomes a call.
 
+use forebay_quant::grid::{GridFormat, Signs};
 use forebay_quant::group::{
-    BLOCK, E2M1_CODES, GROUP, Group, IQ4_CODES, by_halves, decode_group, grid_codes, grid_group,
-    grid_unit, iq4_xs_scales, q3_k_scales, q4_k_scales,
+    BLOCK, E2M1_CODES, GROUP, Group, IQ4_CODES, by_halves, decode_group, iq4_xs_scales,
+    q3_k_scales, q4_k_scales,
 };
 use forebay_quant::{ActOrder, CodeFacts, Format, ParamType};
 
@@ -33,6 +34,9 @@ pub(super) trait Decoder<I: Isa> {
     const ORDER: ActOrder;
     /// Bytes of a group in each plane, as far as they are worth prefetching.
     const PREFETCH: [usize; 3];
+
+    /// Whether a row's last group may have fewer than 8 blocks: not in formats of super-blocks.
+    const TAIL: bool = true;
 
     /// What is subtracted from a code.
     #[inline(always)]
@@ -216,6 +220,7 @@ impl<I: Isa> Decoder<I> for Iq4Xs {
     const FACTS: CodeFacts = facts(Format::Iq4Xs);
     const ORDER: ActOrder = Format::Iq4Xs.act_order();
     const PREFETCH: [usize; 3] = Format::Iq4Xs.group_bytes();
+    const TAIL: bool = false;
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 136 bytes.
@@ -328,6 +333,7 @@ impl<I: Isa> Decoder<I> for Q2K {
     const FACTS: CodeFacts = facts(Format::Q2K);
     const ORDER: ActOrder = Format::Q2K.act_order();
     const PREFETCH: [usize; 3] = Format::Q2K.group_bytes();
+    const TAIL: bool = false;
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 84 bytes.
@@ -390,6 +396,7 @@ impl<I: Isa> Decoder<I> for Q3K {
     const FACTS: CodeFacts = facts(Format::Q3K);
     const ORDER: ActOrder = Format::Q3K.act_order();
     const PREFETCH: [usize; 3] = Format::Q3K.group_bytes();
+    const TAIL: bool = false;
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 110 bytes.
@@ -414,6 +421,7 @@ impl<I: Isa> Decoder<I> for Q4K {
     const FACTS: CodeFacts = facts(Format::Q4K);
     const ORDER: ActOrder = Format::Q4K.act_order();
     const PREFETCH: [usize; 3] = Format::Q4K.group_bytes();
+    const TAIL: bool = false;
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 144 bytes.
@@ -432,6 +440,7 @@ impl<I: Isa> Decoder<I> for Q5K {
     const FACTS: CodeFacts = facts(Format::Q5K);
     const ORDER: ActOrder = Format::Q5K.act_order();
     const PREFETCH: [usize; 3] = Format::Q5K.group_bytes();
+    const TAIL: bool = false;
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 176 bytes.
@@ -473,6 +482,7 @@ impl<I: Isa> Decoder<I> for Q6K {
     const FACTS: CodeFacts = facts(Format::Q6K);
     const ORDER: ActOrder = Format::Q6K.act_order();
     const PREFETCH: [usize; 3] = Format::Q6K.group_bytes();
+    const TAIL: bool = false;
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block of 210 bytes.
@@ -515,59 +525,85 @@ unsafe fn q6_k_scales(p: *const u8) -> [u64; 2] {
 }
 
 /// A grid format: `IQ1`, `IQ2`, `IQ3`.
-pub(super) struct Grid<const HALVES: bool> {
-    format: Format,
-    offset: i32,
-    codes: [u8; 16],
-    unit: f32,
-}
+pub(super) struct Grid<G>(pub G);
 
-impl<const HALVES: bool> Grid<HALVES> {
-    pub fn new(format: Format) -> Self {
-        let offset = facts(format).offset;
-        Grid { format, offset, codes: grid_codes(format), unit: grid_unit(format) }
-    }
-}
-
-impl<I: Isa, const HALVES: bool> Decoder<I> for Grid<HALVES> {
-    const FACTS: CodeFacts = CodeFacts { offset: 0, max_code: 124, halves: HALVES, bias: false };
-    const ORDER: ActOrder = ActOrder::Sequential;
-    const PREFETCH: [usize; 3] = [128, 0, 0];
-
-    #[inline(always)]
-    fn offset(&self) -> i32 {
-        self.offset
-    }
+impl<I: Isa, G: GridFormat> Decoder<I> for Grid<G> {
+    const FACTS: CodeFacts = facts(G::FORMAT);
+    const ORDER: ActOrder = G::FORMAT.act_order();
+    const PREFETCH: [usize; 3] = G::FORMAT.group_bytes();
+    const TAIL: bool = false;
 
     #[inline(always)]
     unsafe fn decode(&self, [p, ..]: [RowPtrs; 3]) -> Decoded<I> {
         // SAFETY: one super-block.
         unsafe {
-            let size = self.format.group_bytes()[0];
-            let a = grid_group(self.format, std::slice::from_raw_parts(p[0], size));
-            let second = if I::ROWS == 2 { p[1] } else { p[0] };
-            let b = grid_group(self.format, std::slice::from_raw_parts(second, size));
-            let d = I::mul(I::f16_splat([a.d, b.d]), I::f32([[self.unit; 8]; 2]));
-            let first = I::mul(d, I::u8([a.scales[0], b.scales[0]]));
-            let second = I::mul(d, I::u8([a.scales[1], b.scales[1]]));
-            let signs = I::words([a.signs, b.signs]);
-            let mut points = [[signs; 4]; 2];
-            for half in 0..2 {
-                for block in 0..4 {
-                    let (x, y) = (4 * block + 2 * half, 4 * block + 2 * half + 16);
-                    points[half][block] = I::quads([
-                        [a.points[x], a.points[x + 1], a.points[y], a.points[y + 1]],
-                        [b.points[x], b.points[x + 1], b.points[y], b.points[y + 1]],
-                    ]);
-                }
+            let size = G::FORMAT.group_bytes()[0];
+            let a = std::slice::from_raw_parts(p[0], size);
+            let b = if I::ROWS == 2 { std::slice::from_raw_parts(p[1], size) } else { a };
+            let d = I::mul(I::f16_splat([G::d(a), G::d(b)]), I::f32([[G::UNIT; 8]; 2]));
+            let mut signs = [[0; 8]; 2];
+            for block in 0..8 {
+                signs[0][block] = G::signs(a, block);
+                signs[1][block] = G::signs(b, block);
             }
-            let mut codes = concat(I::transpose(points[0]), I::transpose(points[1]));
+            let mut signs = I::words(signs);
+            let scales = if G::SIGNS == Signs::SevensAndScale {
+                [I::lanes(I::shr32(signs, 28)); 2]
+            } else {
+                let (a, b) = (G::scales(a), G::scales(b));
+                [I::u8([a[0], b[0]]), I::u8([a[1], b[1]])]
+            };
+            let (one, two) = (I::f32([[1.0; 8]; 2]), I::f32([[2.0; 8]; 2]));
+            let ws =
+                [I::mul(d, I::fma(scales[0], two, one)), I::mul(d, I::fma(scales[1], two, one))];
+            if G::SIGNS == Signs::SevensAndScale {
+                let mut sevens = I::and(signs, I::splat32(0x7f));
+                for l in 1..4 {
+                    let moved = I::and(I::shl32(signs, l), I::splat32(0x7f << (8 * l)));
+                    sevens = I::or(sevens, moved);
+                }
+                signs = sevens;
+            }
+            if G::SIGNS != Signs::All {
+                let mut parity = signs;
+                for n in [4, 2, 1] {
+                    parity = I::xor(parity, I::shr32(parity, n));
+                }
+                signs = I::or(signs, I::shl32(I::and(parity, I::splat(1)), 7));
+            }
+            let first = I::transpose(grid_points::<I, G>([a, b], 0));
+            let second = I::transpose(grid_points::<I, G>([a, b], 2));
+            let mut codes = concat(first, second);
             for (j, code) in codes.iter_mut().enumerate() {
                 *code = I::or(*code, where_set::<I>(signs, j, 8));
             }
-            Decoded { codes: look_up::<I>(&self.codes, codes), ws: [first, second], wb: [first; 2] }
+            Decoded { codes: look_up::<I>(&G::CODES, codes), ws, wb: ws }
         }
     }
+}
+
+/// Coordinates of 16 weights from `8 l` on, of four blocks a lane.
+#[inline(always)]
+unsafe fn grid_points<I: Isa, G: GridFormat>([a, b]: [&[u8]; 2], l: usize) -> [I::V; 4] {
+    // SAFETY: register operations.
+    unsafe {
+        [
+            I::quads([grid_quad::<G>(a, 0, l), grid_quad::<G>(b, 0, l)]),
+            I::quads([grid_quad::<G>(a, 1, l), grid_quad::<G>(b, 1, l)]),
+            I::quads([grid_quad::<G>(a, 2, l), grid_quad::<G>(b, 2, l)]),
+            I::quads([grid_quad::<G>(a, 3, l), grid_quad::<G>(b, 3, l)]),
+        ]
+    }
+}
+
+#[inline(always)]
+fn grid_quad<G: GridFormat>(row: &[u8], b: usize, l: usize) -> [u64; 4] {
+    [
+        G::point(row, b, l),
+        G::point(row, b, l + 1),
+        G::point(row, b + 4, l),
+        G::point(row, b + 4, l + 1),
+    ]
 }
 
 pub(super) struct Mxfp4;
@@ -747,6 +783,12 @@ pub(super) struct Portable<const HALVES: bool, const BIAS: bool> {
     pub offset: i32,
 }
 
+/// Not inlined: it is large, and would be compiled once for every kernel.
+#[inline(never)]
+fn decode_any(format: Format, bytes: [&[u8]; 3], out: &mut Group) {
+    decode_group(format, bytes, 8, out);
+}
+
 impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVES, BIAS> {
     const FACTS: CodeFacts = CodeFacts { offset: 0, max_code: 255, halves: HALVES, bias: BIAS };
     const ORDER: ActOrder = ActOrder::Sequential;
@@ -768,7 +810,7 @@ impl<I: Isa, const HALVES: bool, const BIAS: bool> Decoder<I> for Portable<HALVE
                     0 => &[][..],
                     n => std::slice::from_raw_parts(planes[p][r], n),
                 });
-                decode_group(self.format, bytes, 8, &mut groups[r]);
+                decode_any(self.format, bytes, &mut groups[r]);
             }
             let [a, b] = &groups;
             let rows = [a.codes.as_ptr(), b.codes.as_ptr()];

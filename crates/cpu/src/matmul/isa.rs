@@ -85,6 +85,8 @@ pub(super) trait Isa: Copy {
     /// Eight bytes at `at`, `at + STRIDE`, ... of each row as `2^(s - 128)`, NaN for 255
     /// (`forebay_quant::group::e8m0_half`).
     unsafe fn e8m0_half<const STRIDE: usize>(rows: RowPtrs, at: usize) -> Self::F;
+    /// 32-bit lanes as numbers.
+    unsafe fn lanes(a: Self::V) -> Self::F;
     unsafe fn negate(a: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;

@@ -24,6 +24,7 @@ const MAX_GROUP_BYTES: usize = 288;
 /// Picks the decoder of a format and hands it to `$run`, a function generic over decoders.
 macro_rules! with_decoder {
     ($format:expr, $run:ident :: <_ $(, $n:literal)*> ($($arg:expr),*)) => {{
+        use forebay_quant::grid;
         use $crate::matmul::decode::*;
         let format: forebay_quant::Format = $format;
         match format {
@@ -41,12 +42,13 @@ macro_rules! with_decoder {
             Format::Mxfp4Split => $run::<_ $(, $n)*>(&Mxfp4Split, $($arg),*),
             Format::Iq4Nl => $run::<_ $(, $n)*>(&Iq4Nl, $($arg),*),
             Format::Iq4Xs => $run::<_ $(, $n)*>(&Iq4Xs, $($arg),*),
-            Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => {
-                $run::<_ $(, $n)*>(&Grid::<false>::new(format), $($arg),*)
-            }
-            Format::Iq1M | Format::Iq2Xs | Format::Iq2S => {
-                $run::<_ $(, $n)*>(&Grid::<true>::new(format), $($arg),*)
-            }
+            Format::Iq1S => $run::<_ $(, $n)*>(&Grid(grid::Iq1S), $($arg),*),
+            Format::Iq1M => $run::<_ $(, $n)*>(&Grid(grid::Iq1M), $($arg),*),
+            Format::Iq2Xxs => $run::<_ $(, $n)*>(&Grid(grid::Iq2Xxs), $($arg),*),
+            Format::Iq2Xs => $run::<_ $(, $n)*>(&Grid(grid::Iq2Xs), $($arg),*),
+            Format::Iq2S => $run::<_ $(, $n)*>(&Grid(grid::Iq2S), $($arg),*),
+            Format::Iq3Xxs => $run::<_ $(, $n)*>(&Grid(grid::Iq3Xxs), $($arg),*),
+            Format::Iq3S => $run::<_ $(, $n)*>(&Grid(grid::Iq3S), $($arg),*),
             Format::MlxAffine { bits: 2, group, params } => {
                 $run::<_ $(, $n)*>(&Mlx::<2> { group: group as usize, params }, $($arg),*)
             }
@@ -227,8 +229,9 @@ unsafe fn add_group<I: Isa, D: Decoder<I>>(
 
 /// Whole groups of a row, and blocks of a shorter last one.
 #[inline(always)]
-fn groups_of(cols: usize) -> (usize, usize) {
-    (cols / GROUP, cols % GROUP / BLOCK)
+fn groups_of<I: Isa, D: Decoder<I>>(cols: usize) -> (usize, usize) {
+    // A constant where there is none, so that nothing is compiled for it.
+    (cols / GROUP, if D::TAIL { cols % GROUP / BLOCK } else { 0 })
 }
 
 /// One activation row: the weights stream through, lane sums stay in registers.
@@ -241,7 +244,7 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
 ) {
     let weight = &tile.job.weight;
     let (bytes, end) = (weight.format().group_bytes(), tile.features.end);
-    let (whole, rest) = groups_of(weight.cols());
+    let (whole, rest) = groups_of::<I, D>(weight.cols());
     // SAFETY: groups lie within the rows, activations have as many.
     unsafe {
         for f0 in tile.features.clone().step_by(NV * I::ROWS) {
@@ -315,7 +318,7 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
 ) {
     let (weight, rows) = (&tile.job.weight, tile.job.rows);
     let (bytes, end) = (weight.format().group_bytes(), tile.features.end);
-    let (whole, rest) = groups_of(weight.cols());
+    let (whole, rest) = groups_of::<I, D>(weight.cols());
     let a: [*const Q8Group; ROWS] =
         std::array::from_fn(|r| q.row(rows.get(row0 + r.min(n - 1)).0).as_ptr());
     let mut sums = MaybeUninit::<Sums>::uninit();
@@ -335,7 +338,7 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                     let mut w = [MaybeUninit::<Decoded<I>>::uninit(); NV];
                     for v in 0..NV {
                         let p = &ptrs[sub * NV + v];
-                        w[v].write(if g < whole {
+                        w[v].write(if !D::TAIL || g < whole {
                             decoder.decode(p.group(g, bytes))
                         } else {
                             p.decode_tail(decoder, weight, bytes, rest)
@@ -381,7 +384,7 @@ pub(super) unsafe fn dequantize<I: Isa, D: Decoder<I>>(
 ) {
     let (weight, end) = (rows.weight, rows.features.end);
     let bytes = weight.format().group_bytes();
-    let (whole, rest) = groups_of(weight.cols());
+    let (whole, rest) = groups_of::<I, D>(weight.cols());
     let mut groups = [Group::EMPTY; 2];
     for f in rows.features.clone().step_by(I::ROWS) {
         let ptrs = Features::new::<I>(weight, f, end);
@@ -389,7 +392,7 @@ pub(super) unsafe fn dequantize<I: Isa, D: Decoder<I>>(
             let g = c / GROUP;
             // SAFETY: groups lie within the rows; `groups` has room for all codes and lanes.
             unsafe {
-                let w = if g < whole {
+                let w = if !D::TAIL || g < whole {
                     decoder.decode(ptrs.group(g, bytes))
                 } else {
                     ptrs.decode_tail(decoder, weight, bytes, rest)
