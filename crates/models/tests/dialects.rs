@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use forebay_files::{Catalog, Source, TensorInfo};
+use forebay_files::{Catalog, Dtype, Source, TensorInfo};
 use forebay_models::{ModelError, ModelSpec, Norm, read};
+use forebay_quant::{Format, ParamType};
 use serde_json::{Value, json};
 
 fn open(name: &str) -> Catalog {
@@ -173,5 +174,32 @@ fn one_is_added_to_norms_once() {
         let spec = read(&open(file)).expect(file);
         assert_eq!(plus_one(&spec.final_norm), expected);
         assert!(spec.layers.iter().all(|l| plus_one(&l.mixer_norm) == expected));
+    }
+}
+
+#[test]
+fn mlx_affine_of_all_widths() {
+    // lm_head.weight is [96, 32]: one group of 32 in a row, as many words as bits.
+    let quantised = |bits: u64, group: u64| {
+        let mut c = open("llama");
+        config(&mut c)["quantization"] = json!({"bits": bits, "group_size": group});
+        for plane in ["scales", "biases"] {
+            add(&mut c, "lm_head.weight", &format!("lm_head.{plane}"), Some(&[96, 1]));
+        }
+        let weight = c.tensors.get_mut("lm_head.weight").expect("is there");
+        (weight.dtype, weight.shape, weight.len) = (Dtype::U32, vec![96, bits], 96 * bits * 4);
+        c
+    };
+    for bits in [2, 3, 4, 5, 6, 8] {
+        let spec = read(&quantised(bits, 32)).expect("is read");
+        let head = spec.head.expect("is not tied");
+        let (bits, group, params) = (bits as u8, 32, ParamType::Bf16);
+        assert_eq!(head.format, Format::MlxAffine { bits, group, params });
+        let rows: Vec<u64> = head.planes.iter().map(|p| p.stride).collect();
+        assert_eq!((head.rows, head.cols, rows), (96, 32, vec![4 * bits as u64, 2, 2]));
+    }
+    for (bits, group) in [(7, 32), (1, 32), (16, 32), (4, 16)] {
+        let message = refused(&quantised(bits, group));
+        assert!(message.contains(&format!("{bits} bits, groups of {group}")), "{message}");
     }
 }
