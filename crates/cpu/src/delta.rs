@@ -11,6 +11,7 @@
 use std::ops::Range;
 
 use crate::dispatch::per_level;
+use crate::ops::sum_of_squares;
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
 use crate::simd::Level;
@@ -232,27 +233,10 @@ fn step_body(
     }
 }
 
-/// `1 / sqrt(sum of squares + eps)`, squares by fma in 16 lanes joined in the fixed tree.
+/// `1 / sqrt(sum of squares + eps)`.
 #[inline(always)]
 fn l2_scale(x: &[f32]) -> f32 {
-    let mut lanes = [0.0f32; 16];
-    let (chunks, tail) = x.as_chunks::<16>();
-    for c in chunks {
-        for i in 0..16 {
-            lanes[i] = c[i].mul_add(c[i], lanes[i]);
-        }
-    }
-    for (lane, v) in lanes.iter_mut().zip(tail) {
-        *lane = v.mul_add(*v, *lane);
-    }
-    let mut half = 8;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] += lanes[i + half];
-        }
-        half /= 2;
-    }
-    1.0 / (lanes[0] + L2_EPS).sqrt()
+    1.0 / (sum_of_squares(x) + L2_EPS).sqrt()
 }
 
 /// `x *= silu(gate)`, element by element: what follows the norm of a delta net's output.

@@ -30,9 +30,9 @@ fn join(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// `1 / sqrt(mean(x^2) + eps)`; squares summed by fma in 16 lanes, then [`join`].
+/// Sum of `x^2`: squares by fma in 16 lanes, then [`join`].
 #[inline(always)]
-fn rms_scale(x: &[f32], eps: f32) -> f32 {
+pub(crate) fn sum_of_squares(x: &[f32]) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (chunks, tail) = x.as_chunks::<LANES>();
     for c in chunks {
@@ -43,7 +43,13 @@ fn rms_scale(x: &[f32], eps: f32) -> f32 {
     for (lane, v) in lanes.iter_mut().zip(tail) {
         *lane = v.mul_add(*v, *lane);
     }
-    1.0 / (join(lanes) / x.len() as f32 + eps).sqrt()
+    join(lanes)
+}
+
+/// `1 / sqrt(mean(x^2) + eps)`.
+#[inline(always)]
+fn rms_scale(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt()
 }
 
 #[inline(always)]
