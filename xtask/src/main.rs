@@ -1,6 +1,7 @@
-//! Development chores: `cargo xtask check | arrows | matrix`.
+//! Development chores: `cargo xtask check | arrows | matrix | synth`.
 
 mod matrix;
+mod synth;
 
 use std::collections::BTreeMap;
 use std::process::{Command, ExitCode};
@@ -8,9 +9,10 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, bail};
 
 /// Crates from left to right: a crate may depend on those before it only.
-const ORDER: [&str; 10] = [
+const ORDER: [&str; 11] = [
     "forebay-quant",
     "forebay-files",
+    "forebay-synth",
     "forebay-hub",
     "forebay-models",
     "forebay-program",
@@ -33,7 +35,8 @@ const APART: [(&str, &str); 7] = [
 ];
 
 fn main() -> ExitCode {
-    let verb = std::env::args().nth(1).unwrap_or_default();
+    let mut args = std::env::args().skip(1);
+    let verb = args.next().unwrap_or_default();
     let result = match verb.as_str() {
         "check" => check(),
         "arrows" => arrows(),
@@ -41,8 +44,9 @@ fn main() -> ExitCode {
             print!("{}", matrix::matrix());
             Ok(())
         }
+        "synth" => synth::run(args.collect()),
         _ => {
-            eprintln!("usage: cargo xtask check | arrows | matrix");
+            eprintln!("usage: cargo xtask check | arrows | matrix | synth NAME OUT");
             return ExitCode::from(2);
         }
     };

@@ -84,7 +84,9 @@ pub struct Weights<'a> {
 }
 
 /// Where a folder's decoder lies: plain, or inside a multimodal checkpoint.
-const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "model.", ""];
+const PREFIXES: [&str; 4] = ["model.language_model.", MLX_PREFIX, "model.", ""];
+const MLX_PREFIX: &str = "language_model.model.";
+const MLX_BESIDE: &str = "language_model.";
 
 impl<'a> Weights<'a> {
     /// Finds out under which prefix a folder's decoder weights are named.
@@ -101,11 +103,19 @@ impl<'a> Weights<'a> {
         matches!(self.catalog.source, Source::Gguf { .. })
     }
 
-    /// The full name for this container. A folder name that begins with `/` is not under the decoder's prefix.
+    /// The full name for this container. A folder name that begins with `/` is not under the decoder's
+    /// prefix, but beside the decoder: at the top, or, in MLX folders of multimodal models, under
+    /// `language_model.` with it.
     fn full(&self, name: Name, l: usize, e: usize) -> String {
         let (prefix, text) = match (self.is_gguf(), name.hf.strip_prefix('/')) {
             (true, _) => ("", name.gguf),
-            (false, Some(absolute)) => ("", absolute),
+            (false, Some(beside)) if self.prefix.get() == MLX_PREFIX => {
+                let base = format!("{MLX_BESIDE}{beside}.");
+                let is_there = self.catalog.tensors.range(base.clone()..).next();
+                let is_there = is_there.is_some_and(|(name, _)| name.starts_with(&base));
+                (if is_there { MLX_BESIDE } else { "" }, beside)
+            }
+            (false, Some(beside)) => ("", beside),
             (false, None) => (self.prefix.get(), name.hf),
         };
         let text = text.replace("{l}", &l.to_string()).replace("{e}", &e.to_string());
