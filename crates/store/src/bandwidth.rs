@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
 use crate::io::FileSet;
-use crate::queue::{ReadQueue, ReadRequest, ThreadQueue};
+use crate::queue::{ReadQueue, ReadRequest, Urgency};
 use crate::region::{ALIGN, HugePages, Region};
+use crate::threads::ThreadQueue;
 
 /// A measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,7 +52,8 @@ pub fn measure(
         random ^= random << 17;
         random % places * block as u64
     };
-    let request = |offset, dest| ReadRequest { tag: 0, file, offset, need: block, dest };
+    let urgency = Urgency::Demanded;
+    let request = |offset, dest| ReadRequest { tag: 0, file, offset, need: block, dest, urgency };
     let region = Region::new(block * queue_depth, HugePages::Default)?;
     let (_loan, pieces) = region.lend((0..queue_depth).map(|i| i * block..(i + 1) * block));
     let start = Instant::now();

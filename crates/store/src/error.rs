@@ -152,6 +152,22 @@ pub enum StoreError {
         /// Leases out.
         leased: usize,
     },
+    /// No cache policy has this name.
+    #[error(
+        "no cache policy is called {name:?}; there are lru, lfu, adaptive, lru-shared and lfu-shared"
+    )]
+    UnknownPolicy {
+        /// As given.
+        name: String,
+    },
+    /// A routing trace does not belong to the model.
+    #[error("pass {pass} of the trace: {what}")]
+    BadTrace {
+        /// Number of the pass, from 0.
+        pass: u64,
+        /// What is wrong.
+        what: String,
+    },
     /// The system refused memory.
     #[error("{bytes} bytes of memory were refused: {source}")]
     Memory {
@@ -173,6 +189,7 @@ impl StoreError {
             StoreError::OutOfBounds { .. } => "OutOfBounds",
             StoreError::Matrix { .. } => "SizeMismatch",
             StoreError::NanScale { .. } => "NumericFault",
+            StoreError::UnknownPolicy { .. } | StoreError::BadTrace { .. } => "BadValue",
             StoreError::NoSlots { .. } => "BudgetTooSmall",
             StoreError::AllLeased { .. } | StoreError::Memory { .. } => "OutOfMemoryBudget",
         }

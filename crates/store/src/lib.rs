@@ -6,10 +6,10 @@
 //!
 //! From the system upwards: [`platform`] (its calls), [`region`] (memory), [`map`] (mapped files),
 //! [`io`] (one read, whole or an error), [`layout`] (where ranges come to lie), [`queue`] (reads in
-//! flight), [`trunk`] (everything at once), [`spec`] (which experts there are), `cache` (who has to
-//! go), [`store`] with `stream` and `present` (experts on demand, or always there). Beside them
-//! [`memory`] (what the process has and may have), [`bandwidth`] (what the disk can do), [`stats`]
-//! and [`faults`] (for tests).
+//! flight) with [`threads`], [`trunk`] (everything at once), [`spec`] (which experts there are),
+//! `cache` (who has to go), [`store`] with `stream` and `present` (experts on demand, or always
+//! there). Beside them [`memory`] (what the process has and may have), [`bandwidth`] (what the disk
+//! can do), [`mod@replay`] (the cache without reads), [`stats`] and [`faults`] (for tests).
 
 use forebay_quant::MatrixView;
 
@@ -29,19 +29,23 @@ pub mod platform;
 mod present;
 pub mod queue;
 pub mod region;
+pub mod replay;
 pub mod spec;
 pub mod stats;
 pub mod store;
 mod stream;
+pub mod threads;
 pub mod trunk;
 
+pub use cache::policy::Policy;
 pub use error::{Reader, StoreError};
 pub use io::{FileSet, IoMode};
 pub use queue::IoOptions;
 pub use region::{HugePages, Region};
+pub use replay::replay;
 pub use spec::{LayerExperts, StoreSpec};
-pub use stats::{LayerStats, StoreStats};
-pub use store::{ExpertStore, Lease, Residency, open_store};
+pub use stats::{GuessStats, LayerSnapshot, LayerStats, StoreSnapshot, StoreStats};
+pub use store::{ExpertStore, Lease, Residency, StoreOptions, open_store};
 pub use trunk::TrunkImage;
 
 /// One expert's matrices in memory. Kernels see this and never a slot index.

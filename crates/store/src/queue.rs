@@ -1,18 +1,13 @@
 //! Reads in flight: submit now, complete later.
 //!
 //! [`ReadQueue`] is the shape of asynchronous reads: a request owns the memory it fills and gives it
-//! back with its completion, so a queue may hand it to threads or to the kernel. [`ThreadQueue`] does
-//! it with a few threads that take requests first in, first out, and sleep when there are none.
+//! back with its completion, so a queue may hand it to threads ([`crate::threads`]) or to the kernel.
+//! Demanded reads go before those that may be wanted later ([`Backlog`]).
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
-use crate::error::{Reader, StoreError};
-use crate::io::FileSet;
+use crate::error::StoreError;
 use crate::layout::PlannedRead;
 use crate::region::{HugePages, Piece};
 
@@ -46,13 +41,24 @@ pub struct ReadRequest {
     pub need: usize,
     /// Aligned memory to fill.
     pub dest: Piece,
+    /// Whether somebody waits for it.
+    pub urgency: Urgency,
+}
+
+/// Which reads go first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Urgency {
+    /// Somebody waits, or will soon.
+    Demanded,
+    /// May be wanted later: begun only while nothing demanded is waiting or being read.
+    Ahead,
 }
 
 impl ReadRequest {
     /// A planned read into its piece.
-    pub fn new(tag: u64, plan: &PlannedRead, dest: Piece) -> ReadRequest {
+    pub fn new(tag: u64, plan: &PlannedRead, dest: Piece, urgency: Urgency) -> ReadRequest {
         assert_eq!(dest.len(), plan.range.len(), "a read and its piece differ in length");
-        ReadRequest { tag, file: plan.file, offset: plan.offset, need: plan.need, dest }
+        ReadRequest { tag, file: plan.file, offset: plan.offset, need: plan.need, dest, urgency }
     }
 }
 
@@ -79,122 +85,73 @@ pub trait ReadQueue: Send {
     fn wait(&mut self) -> Option<Completion>;
     /// Reads submitted whose completions were not taken yet.
     fn in_flight(&self) -> usize;
+    /// Reads of this tag that were not begun are demanded from now on.
+    fn promote(&mut self, tag: u64);
+    /// Forgets the reads of this tag that nobody demanded and that were not begun; they have no
+    /// completion. Returns their memory.
+    fn withdraw(&mut self, tag: u64) -> Vec<Piece>;
 }
 
-/// A [`ReadQueue`] of threads with positioned reads.
-pub struct ThreadQueue {
-    shared: Arc<Shared>,
-    completions: Receiver<Completion>,
-    in_flight: usize,
-    workers: Vec<JoinHandle<()>>,
+/// Requests that were not begun, and which of them is next.
+#[derive(Debug, Default)]
+pub(crate) struct Backlog {
+    demanded: VecDeque<ReadRequest>,
+    ahead: VecDeque<ReadRequest>,
+    demanded_begun: usize,
 }
 
-struct Shared {
-    files: Arc<FileSet>,
-    state: Mutex<State>,
-    wake: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    requests: VecDeque<ReadRequest>,
-    closed: bool,
-}
-
-impl ThreadQueue {
-    /// Starts `threads` workers (at least one).
-    pub fn new(files: Arc<FileSet>, threads: usize) -> ThreadQueue {
-        let shared = Arc::new(Shared { files, state: Mutex::default(), wake: Condvar::new() });
-        let (done, completions) = mpsc::channel();
-        let workers = (0..threads.max(1))
-            .map(|i| {
-                let (shared, done) = (shared.clone(), done.clone());
-                std::thread::Builder::new()
-                    .name(format!("read-{i}"))
-                    .spawn(move || shared.work(&done))
-                    .expect("the system starts a thread")
-            })
-            .collect();
-        ThreadQueue { shared, completions, in_flight: 0, workers }
-    }
-}
-
-impl ReadQueue for ThreadQueue {
-    fn submit(&mut self, request: ReadRequest) {
-        self.shared.lock().requests.push_back(request);
-        self.shared.wake.notify_one();
-        self.in_flight += 1;
-    }
-
-    fn poll(&mut self) -> Option<Completion> {
-        let completion = self.completions.try_recv().ok()?;
-        self.in_flight -= 1;
-        Some(completion)
-    }
-
-    fn wait(&mut self) -> Option<Completion> {
-        if self.in_flight == 0 {
-            return None;
-        }
-        let completion = self.completions.recv().expect("workers live as long as the queue");
-        self.in_flight -= 1;
-        Some(completion)
-    }
-
-    fn in_flight(&self) -> usize {
-        self.in_flight
-    }
-}
-
-impl Drop for ThreadQueue {
-    /// Forgets what has not begun and waits for what has.
-    fn drop(&mut self) {
-        let mut state = self.shared.lock();
-        state.closed = true;
-        state.requests.clear();
-        drop(state);
-        self.shared.wake.notify_all();
-        for worker in self.workers.drain(..) {
-            // A panic inside a read was already reported as that read's result.
-            let _ = worker.join();
-        }
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panic while holding the queue")
-    }
-
-    fn next(&self) -> Option<ReadRequest> {
-        let mut state = self.lock();
-        loop {
-            if state.closed {
-                return None;
-            }
-            if let Some(request) = state.requests.pop_front() {
-                return Some(request);
-            }
-            state = self.wake.wait(state).expect("no panic while holding the queue");
+impl Backlog {
+    pub(crate) fn push(&mut self, request: ReadRequest) {
+        match request.urgency {
+            Urgency::Demanded => self.demanded.push_back(request),
+            Urgency::Ahead => self.ahead.push_back(request),
         }
     }
 
-    fn work(&self, done: &Sender<Completion>) {
-        while let Some(ReadRequest { tag, file, offset, need, mut dest }) = self.next() {
-            // A request without a completion would be waited for for ever.
-            let read = AssertUnwindSafe(|| self.files.read_aligned(file, offset, need, &mut dest));
-            let result = catch_unwind(read).unwrap_or_else(|_| {
-                Err(StoreError::Io {
-                    path: self.files.entry(file).path.clone(),
-                    reader: Reader::Range,
-                    offset,
-                    len: need as u64,
-                    source: std::io::Error::other("the read panicked"),
-                })
-            });
-            if done.send(Completion { tag, dest, result, finished: Instant::now() }).is_err() {
-                return;
-            }
+    /// The request to begin now, if any.
+    pub(crate) fn begin(&mut self) -> Option<ReadRequest> {
+        if let Some(request) = self.demanded.pop_front() {
+            self.demanded_begun += 1;
+            return Some(request);
+        }
+        match self.demanded_begun {
+            0 => self.ahead.pop_front(),
+            _ => None,
         }
     }
+
+    /// A request that was begun with this urgency is over. Returns whether others may begin that
+    /// could not before.
+    pub(crate) fn finish(&mut self, urgency: Urgency) -> bool {
+        if urgency == Urgency::Ahead {
+            return false;
+        }
+        self.demanded_begun -= 1;
+        self.demanded_begun == 0 && !self.ahead.is_empty()
+    }
+
+    /// As [`ReadQueue::promote`]. Returns how many became demanded.
+    pub(crate) fn promote(&mut self, tag: u64) -> usize {
+        let requests = take_tag(&mut self.ahead, tag);
+        let count = requests.len();
+        self.demanded
+            .extend(requests.into_iter().map(|r| ReadRequest { urgency: Urgency::Demanded, ..r }));
+        count
+    }
+
+    /// As [`ReadQueue::withdraw`].
+    pub(crate) fn withdraw(&mut self, tag: u64) -> Vec<Piece> {
+        take_tag(&mut self.ahead, tag).into_iter().map(|request| request.dest).collect()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.demanded.clear();
+        self.ahead.clear();
+    }
+}
+
+fn take_tag(requests: &mut VecDeque<ReadRequest>, tag: u64) -> VecDeque<ReadRequest> {
+    let (taken, left) = requests.drain(..).partition(|request| request.tag == tag);
+    *requests = left;
+    taken
 }

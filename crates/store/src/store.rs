@@ -15,13 +15,29 @@
 use std::sync::Arc;
 
 use crate::ExpertView;
+use crate::cache::policy::Policy;
 use crate::error::StoreError;
 use crate::io::FileSet;
 use crate::present::PresentStore;
 use crate::queue::IoOptions;
 use crate::spec::StoreSpec;
-use crate::stats::StoreStats;
+use crate::stats::{StoreSnapshot, StoreStats};
 use crate::stream::StreamStore;
+
+/// How a store works.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreOptions {
+    /// How weights are read.
+    pub io: IoOptions,
+    /// Who has to go when a slot is needed.
+    pub policy: Policy,
+}
+
+impl From<IoOptions> for StoreOptions {
+    fn from(io: IoOptions) -> StoreOptions {
+        StoreOptions { io, ..StoreOptions::default() }
+    }
+}
 
 /// Where experts live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +86,41 @@ pub trait ExpertStore: Send {
     /// own. Does nothing when there is no pass.
     fn end(&mut self);
 
+    /// Changes how many experts can be in memory, at any time: also with reads in flight and leases
+    /// held. More than there are experts means as many as there are. Memory of slots that go is given
+    /// back to the system at once; those that are read into or held by a pass go when they are
+    /// released, so the number reached now, which is returned, may be larger than asked for
+    /// ([`ExpertStore::slots`] tells later). If the system refuses memory, the pool stays as large as
+    /// it got. Where there is no pool, nothing happens.
+    fn resize(&mut self, slots: usize) -> Result<usize, StoreError> {
+        let _ = slots;
+        Ok(self.slots())
+    }
+
+    /// These experts may be wanted soon: they are read while no demanded read waits or is in flight, few
+    /// at once, into slots that are free or colder. Nothing is said about when, or whether. A later
+    /// pass over the layer ends the guess. Panics if an expert does not exist.
+    fn guess(&mut self, layer_index: usize, experts: &[u16]) {
+        let _ = (layer_index, experts);
+    }
+
+    /// Experts that were used, as (MoE layer, expert), hottest first, whether they are in memory or
+    /// not. Empty where there is no pool.
+    fn hot(&self) -> Vec<(usize, u16)> {
+        Vec::new()
+    }
+
+    /// Reads these experts in this order into free slots, as far as there are any, with the urgency
+    /// of guesses. Returns at once; replaces an earlier list. Experts that do not exist are left out.
+    fn warm(&mut self, experts: &[(usize, u16)]) {
+        let _ = experts;
+    }
+
+    /// What is in memory now.
+    fn snapshot(&self) -> StoreSnapshot {
+        StoreSnapshot::default()
+    }
+
     /// Counters.
     fn stats(&self) -> StoreStats;
 
@@ -91,13 +142,14 @@ pub fn open_store(
     spec: &StoreSpec,
     files: Arc<FileSet>,
     mode: Residency,
-    io: IoOptions,
+    options: impl Into<StoreOptions>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Box<dyn ExpertStore>, StoreError> {
     spec.check(&files)?;
+    let options = options.into();
     Ok(match mode {
-        Residency::Stream { slots } => Box::new(StreamStore::open(spec, files, slots, io)?),
+        Residency::Stream { slots } => Box::new(StreamStore::open(spec, files, slots, options)?),
         Residency::Mapped => Box::new(PresentStore::map(spec, files)?),
-        Residency::Resident => Box::new(PresentStore::load(spec, &files, &io, progress)?),
+        Residency::Resident => Box::new(PresentStore::load(spec, &files, &options.io, progress)?),
     })
 }

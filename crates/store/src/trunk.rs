@@ -10,8 +10,9 @@ use forebay_models::Extent;
 use crate::error::{Reader, StoreError};
 use crate::io::FileSet;
 use crate::layout::Layout;
-use crate::queue::{IoOptions, ReadQueue, ReadRequest, ThreadQueue};
+use crate::queue::{IoOptions, ReadQueue, ReadRequest, Urgency};
 use crate::region::Region;
+use crate::threads::ThreadQueue;
 
 /// Extents closer than this are read as one: skipping less costs more than reading it.
 const MAX_GAP_BYTES: u64 = 64 << 10;
@@ -57,7 +58,7 @@ impl TrunkImage {
         let (loan, pieces) = region.lend(reads.iter().map(|read| read.range.clone()));
         let mut queue = ThreadQueue::new(files.clone(), io.threads.min(reads.len()));
         for (i, (read, piece)) in reads.iter().zip(pieces).enumerate() {
-            queue.submit(ReadRequest::new(i as u64, read, piece));
+            queue.submit(ReadRequest::new(i as u64, read, piece, Urgency::Demanded));
         }
         let mut done = 0;
         progress(done, layout.bytes());

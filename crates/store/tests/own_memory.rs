@@ -92,4 +92,11 @@ fn a_stream_stays_within_its_slots(path: &std::path::Path, mode: IoMode) {
     assert_eq!(store.bytes_in_memory(), slots as u64 * spec.slot_bytes());
     let grown = sampler.peak_bytes() - own;
     assert!(grown < store.bytes_in_memory() + 4 * MIB, "{grown}");
+
+    // A smaller pool gives its memory back at once.
+    let before = own_bytes().unwrap();
+    assert_eq!(store.resize(2).unwrap(), 2);
+    let given = before - own_bytes().unwrap();
+    assert!(given + MIB > 4 * spec.slot_bytes(), "{given}");
+    assert_eq!(store.bytes_in_memory(), 2 * spec.slot_bytes());
 }

@@ -1,5 +1,5 @@
-//! Random sequences of calls with failing reads: no slot is lost or handed out twice, and bytes are
-//! always right.
+//! Random sequences of calls with failing reads, guesses and a pool that changes its size: no slot is
+//! lost or handed out twice, there are never more than allowed, and bytes are always right.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -11,7 +11,7 @@ use crate::IoMode;
 use crate::faults::{Action, Call, Faulty};
 use common::Checkpoint;
 
-#[path = "../tests/common/mod.rs"]
+#[path = "../../tests/common/mod.rs"]
 mod common;
 
 const LAYERS: usize = 3;
@@ -30,6 +30,17 @@ enum Step {
         back: bool,
     },
     End,
+    Resize {
+        slots: usize,
+    },
+    Guess {
+        layer: usize,
+        mask: u8,
+    },
+    Warm {
+        first: usize,
+        count: usize,
+    },
     /// From now on one read in `odds` fails; 0: none.
     Faults {
         odds: u64,
@@ -42,8 +53,41 @@ fn step() -> impl Strategy<Value = Step> {
         8 => Just(Step::Next),
         6 => (1usize..4, any::<bool>()).prop_map(|(count, back)| Step::Release { count, back }),
         1 => Just(Step::End),
+        2 => (1usize..14).prop_map(|slots| Step::Resize { slots }),
+        3 => (0..LAYERS, 0u8..1 << EXPERTS).prop_map(|(layer, mask)| Step::Guess { layer, mask }),
+        1 => (0usize..20, 0usize..20).prop_map(|(first, count)| Step::Warm { first, count }),
         1 => (0u64..6).prop_map(|odds| Step::Faults { odds }),
     ]
+}
+
+fn experts_of(mask: u8) -> Vec<u16> {
+    (0..EXPERTS).filter(|expert| mask >> expert & 1 == 1).collect()
+}
+
+impl StreamStore {
+    fn audit(&self) {
+        self.cache.audit();
+        let ids = 0..self.slots.len() as SlotId;
+        for (id, slot) in ids.clone().zip(&self.slots) {
+            let (here, lent) = (slot.region.is_some(), slot.fill.is_some());
+            let expected = match self.cache.state(id) {
+                State::Gone => (false, false),
+                State::Reading => (false, true),
+                State::Free | State::Idle | State::Held => (true, false),
+            };
+            assert_eq!((here, lent), expected, "memory of slot {id}");
+        }
+        let held = ids.filter(|&id| self.cache.state(id) == State::Held);
+        let expected = self.pass.as_ref().map_or(0, |pass| pass.ready.len() + pass.leased);
+        assert_eq!(held.count(), expected);
+    }
+
+    /// Lets everything in flight finish.
+    fn drain(&mut self) {
+        while let Some(completion) = self.queue.wait() {
+            self.settle(completion);
+        }
+    }
 }
 
 /// What a caller knows about its pass.
@@ -56,7 +100,7 @@ struct Model {
 }
 
 impl Model {
-    fn next(&mut self, store: &mut StreamStore, checkpoint: &Checkpoint) {
+    fn next(&mut self, store: &mut StreamStore) {
         let known = self.leases.len();
         match store.next_ready(&mut self.leases) {
             Ok(()) if self.leases.len() == known => {
@@ -73,7 +117,10 @@ impl Model {
             let at = self.due.iter().position(|&expert| expert == lease.expert);
             self.due.swap_remove(at.expect("due, and handed out once"));
         }
-        // Every lease out shows its own expert, whatever happened since.
+    }
+
+    /// Every lease out shows its own expert, whatever happened since.
+    fn check(&self, store: &StreamStore, checkpoint: &Checkpoint) {
         for lease in &self.leases {
             checkpoint.check_expert(self.layer, lease.expert, store.view(lease));
         }
@@ -89,6 +136,7 @@ proptest! {
     #[test]
     fn slots_and_bytes_survive_any_sequence(
         slots in 1usize..12,
+        policy in prop::sample::select(&Policy::ALL[..]),
         threads in 1usize..4,
         steps in prop::collection::vec(step(), 1..60),
     ) {
@@ -112,7 +160,10 @@ proptest! {
         let platform = Faulty::new(script);
         let files = FileSet::open_on(&platform, &checkpoint.entries, IoMode::Auto).unwrap();
         let io = IoOptions { threads, max_read_bytes: 8192, ..IoOptions::default() };
-        let mut store = StreamStore::open(&checkpoint.spec, Arc::new(files), slots, io).unwrap();
+        let options = StoreOptions { io, policy };
+        let files = Arc::new(files);
+        let mut store = StreamStore::open(&checkpoint.spec, files, slots, options).unwrap();
+        let mut allowed = slots;
         let mut model = Model::default();
         let mut void = Vec::new();
         for step in steps {
@@ -121,11 +172,11 @@ proptest! {
                     store.end();
                     // Leases that outlive their pass are released late.
                     void.append(&mut model.leases);
-                    let due: Vec<u16> = (0..EXPERTS).filter(|e| mask >> e & 1 == 1).collect();
+                    let due = experts_of(mask);
                     store.begin(layer, &due).unwrap();
                     model = Model { layer, due, leases: Vec::new(), active: true };
                 }
-                Step::Next if model.active => model.next(&mut store, &checkpoint),
+                Step::Next if model.active => model.next(&mut store),
                 Step::Release { count, back } => {
                     let count = count.min(model.leases.len());
                     let at = if back { model.leases.len() - count } else { 0 };
@@ -138,10 +189,23 @@ proptest! {
                     void.append(&mut model.leases);
                     model = Model::default();
                 }
+                Step::Resize { slots } => {
+                    let before = store.slots();
+                    let reached = store.resize(slots).unwrap();
+                    assert!(reached >= slots && reached <= before.max(slots));
+                    allowed = slots;
+                }
+                Step::Guess { layer, mask } => store.guess(layer, &experts_of(mask)),
+                Step::Warm { first, count } => {
+                    // Some of them do not exist.
+                    let list = (first..first + count).map(|i| (i % 4, (i * 3 % 8) as u16));
+                    store.warm(&Vec::from_iter(list));
+                }
                 Step::Faults { odds: new } => odds.store(new, SeqCst),
                 Step::Next => {}
             }
             store.audit();
+            model.check(&store, &checkpoint);
         }
         // Once the disk is well again, every expert can be had.
         odds.store(0, SeqCst);
@@ -151,15 +215,16 @@ proptest! {
             store.begin(layer, &due).unwrap();
             model = Model { layer, due, leases: Vec::new(), active: true };
             while !model.due.is_empty() {
-                model.next(&mut store, &checkpoint);
+                model.next(&mut store);
+                model.check(&store, &checkpoint);
                 store.release(&mut model.leases);
                 store.audit();
             }
             store.end();
         }
-        while let Some(completion) = store.queue.wait() {
-            store.settle(completion);
-        }
+        store.drain();
         store.audit();
+        // With nothing at work, the pool is as large as it was last asked to be.
+        assert_eq!(store.slots(), allowed);
     }
 }

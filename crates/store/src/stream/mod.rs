@@ -10,58 +10,56 @@
 //! Reads of an ended pass go on and their experts stay, unused, in the pool; a later pass that wants
 //! one of them joins its read. Victims are overwritten by the read itself, so a failed read costs
 //! the victim, and nothing else.
+//!
+//! Here is what callers see; how slots are filled is in [`fill`], what is read before anybody asked
+//! for it in [`ahead`].
+
+mod ahead;
+mod fill;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::ExpertView;
+use crate::cache::policy::Policy;
 use crate::cache::{Cache, SlotId, State};
-use crate::error::{Reader, StoreError};
+use crate::error::StoreError;
 use crate::io::FileSet;
 use crate::layout::Layout;
-use crate::queue::{Completion, IoOptions, ReadQueue, ReadRequest, ThreadQueue};
-use crate::region::{Loan, Region};
-use crate::spec::{StoreSpec, check_expert_scales, expert_layout, expert_view};
-use crate::stats::{BusyClock, StoreStats};
-use crate::store::{ExpertStore, Lease, Residency};
+use crate::queue::{IoOptions, ReadQueue};
+use crate::region::Region;
+use crate::spec::{StoreSpec, expert_layout, expert_view};
+use crate::stats::{BusyClock, LayerSnapshot, StoreSnapshot, StoreStats};
+use crate::store::{ExpertStore, Lease, Residency, StoreOptions};
+use crate::threads::ThreadQueue;
+use ahead::Ahead;
+use fill::Slot;
 
 pub(crate) struct StreamStore {
     files: Arc<FileSet>,
     spec: StoreSpec,
     io: IoOptions,
+    policy: Policy,
     /// `[layers][experts]`: how each expert lies in a slot, and whether its scales were found good.
     experts: Vec<Vec<Expert>>,
     cache: Cache,
     slots: Vec<Slot>,
+    slot_bytes: u64,
     queue: Box<dyn ReadQueue>,
     pass: Option<Pass>,
+    ahead: Ahead,
     /// Number of the latest pass.
     serial: u64,
     stats: StoreStats,
+    /// Reads in flight that a pass wants or wanted.
+    demanded_reads: usize,
     busy: BusyClock,
 }
 
 struct Expert {
     layout: Layout,
     scales_good: bool,
-}
-
-/// A slot's memory: here, or lent to the reads that fill it.
-#[derive(Default)]
-struct Slot {
-    region: Option<Region>,
-    fill: Option<Fill>,
-    touched: bool,
-}
-
-struct Fill {
-    loan: Loan,
-    /// Reads whose completions are still to come.
-    outstanding: usize,
-    error: Option<StoreError>,
-    /// The pass that wants it last.
-    pass: u64,
 }
 
 struct Pass {
@@ -82,37 +80,34 @@ impl StreamStore {
         spec: &StoreSpec,
         files: Arc<FileSet>,
         slots: usize,
-        io: IoOptions,
+        options: StoreOptions,
     ) -> Result<StreamStore, StoreError> {
-        let slot_bytes = spec.slot_bytes();
-        if slots == 0 {
-            return Err(StoreError::NoSlots { slot_bytes });
-        }
-        let queue = Box::new(ThreadQueue::new(files.clone(), io.threads));
-        let slots = slots.min(spec.n_experts_total());
-        let memory = (0..slots)
-            .map(|_| {
-                let region = Some(Region::new(slot_bytes as usize, io.huge_pages)?);
-                Ok(Slot { region, ..Slot::default() })
-            })
-            .collect::<Result<_, StoreError>>()?;
+        let StoreOptions { io, policy } = options;
         let experts = spec.layers.iter().map(|layer| {
             let expert = |weights| Expert { layout: expert_layout(weights), scales_good: false };
             layer.experts.iter().map(expert).collect()
         });
-        Ok(StreamStore {
+        let experts_of_layer: Vec<usize> =
+            spec.layers.iter().map(|layer| layer.experts.len()).collect();
+        let mut store = StreamStore {
+            queue: Box::new(ThreadQueue::new(files.clone(), io.threads)),
             files,
             io,
+            policy,
             experts: experts.collect(),
-            cache: Cache::new(slots, spec.layers.iter().map(|layer| layer.experts.len())),
-            slots: memory,
-            queue,
+            cache: Cache::new(0, &experts_of_layer, policy),
+            slots: Vec::new(),
+            slot_bytes: spec.slot_bytes(),
             pass: None,
+            ahead: Ahead::default(),
             serial: 0,
             stats: StoreStats::new(spec.layers.len()),
+            demanded_reads: 0,
             busy: BusyClock::default(),
             spec: spec.clone(),
-        })
+        };
+        store.resize(slots)?;
+        Ok(store)
     }
 
     /// Fails if a file of an expert that is not in the pool changed.
@@ -123,99 +118,6 @@ impl StreamStore {
         files.sort_unstable();
         files.dedup();
         files.into_iter().try_for_each(|file| self.files.check_unchanged(file))
-    }
-
-    /// Starts reads for the experts that wait, as far as there are slots.
-    fn start_reads(&mut self) {
-        while let Some(pass) = &mut self.pass
-            && pass.error.is_none()
-            && let Some(&expert) = pass.waiting.front()
-            && let Some(slot) = self.cache.reserve(pass.layer, expert)
-        {
-            pass.waiting.pop_front();
-            pass.reading += 1;
-            let layout = &self.experts[pass.layer][expert as usize].layout;
-            let reads = layout.reads(self.io.max_read_bytes);
-            let memory = &mut self.slots[slot as usize];
-            let region = memory.region.take().expect("a slot without reads has its memory");
-            let (loan, pieces) = region.lend(reads.iter().map(|read| read.range.clone()));
-            let outstanding = reads.len();
-            memory.fill = Some(Fill { loan, outstanding, error: None, pass: self.serial });
-            memory.touched = true;
-            self.stats.reads += outstanding as u64;
-            self.stats.bytes_read += layout.bytes();
-            self.busy.start();
-            for (read, piece) in reads.iter().zip(pieces) {
-                self.queue.submit(ReadRequest::new(slot as u64, read, piece));
-            }
-        }
-    }
-
-    /// Takes note of everything that is over already.
-    fn settle_finished(&mut self) {
-        while let Some(completion) = self.queue.poll() {
-            self.settle(completion);
-        }
-    }
-
-    fn settle(&mut self, completion: Completion) {
-        let Completion { tag, dest, result, finished } = completion;
-        self.stats.read_busy += self.busy.finish(finished, self.queue.in_flight() == 0);
-        drop(dest);
-        let id = tag as SlotId;
-        let slot = &mut self.slots[id as usize];
-        let fill = slot.fill.as_mut().expect("a completion belongs to a fill");
-        fill.outstanding -= 1;
-        if let Err(error) = result {
-            fill.error.get_or_insert(error);
-        }
-        if fill.outstanding > 0 {
-            return;
-        }
-        let fill = slot.fill.take().expect("just seen");
-        slot.region = Some(fill.loan.reclaim().expect("all reads came back"));
-        let outcome = match fill.error {
-            Some(error) => Err(error),
-            None => self.check_fill(id),
-        };
-        self.settle_fill(id, fill.pass, outcome);
-    }
-
-    /// The bytes of a slot are all there or not.
-    fn settle_fill(&mut self, id: SlotId, wanted_by: u64, outcome: Result<(), StoreError>) {
-        let (layer, expert) = self.cache.owner(id);
-        match &outcome {
-            Ok(()) => self.cache.filled(id),
-            Err(_) => self.cache.failed(id),
-        }
-        let error = outcome.err().map(|error| {
-            error.read_for(Reader::Expert { layer: self.spec.layers[layer].layer, expert })
-        });
-        match (&mut self.pass, error) {
-            (Some(pass), None) if wanted_by == self.serial => {
-                self.cache.hold(id);
-                pass.reading -= 1;
-                pass.ready.push(id);
-            }
-            (Some(pass), Some(error)) if wanted_by == self.serial => {
-                pass.reading -= 1;
-                pass.waiting.push_back(expert);
-                pass.error.get_or_insert(error);
-            }
-            (_, Some(error)) => tracing::warn!(%error, "a read that nobody waits for failed"),
-            (_, None) => {}
-        }
-    }
-
-    /// Once per expert: are its scales numbers?
-    fn check_fill(&mut self, id: SlotId) -> Result<(), StoreError> {
-        let (layer, expert) = self.cache.owner(id);
-        let LayerRef { number, weights } = self.expert(layer, expert);
-        if !self.experts[layer][expert as usize].scales_good {
-            check_expert_scales(weights, |e| self.bytes(id, e), number, expert)?;
-            self.experts[layer][expert as usize].scales_good = true;
-        }
-        Ok(())
     }
 
     fn expert(&self, layer: usize, expert: u16) -> LayerRef<'_> {
@@ -231,17 +133,11 @@ impl StreamStore {
         &region[place.expect("a layout covers its expert")]
     }
 
-    #[cfg(test)]
-    pub(crate) fn audit(&self) {
-        self.cache.audit();
-        for (id, slot) in self.slots.iter().enumerate() {
-            let reading = self.cache.state(id as SlotId) == State::Reading;
-            assert_eq!((slot.region.is_none(), slot.fill.is_some()), (reading, reading));
+    /// Gives back the memory of slots that are too many, as far as they can go now.
+    fn trim(&mut self) {
+        while let Some(id) = self.cache.retire() {
+            self.slots[id as usize] = Slot::default();
         }
-        let held =
-            (0..self.slots.len() as SlotId).filter(|&id| self.cache.state(id) == State::Held);
-        let expected = self.pass.as_ref().map_or(0, |pass| pass.ready.len() + pass.leased);
-        assert_eq!(held.count(), expected);
     }
 }
 
@@ -257,16 +153,17 @@ impl ExpertStore for StreamStore {
         self.settle_finished();
         self.check_files(layer, experts)?;
         self.serial += 1;
+        self.cache.demand(layer, experts);
+        self.drop_guesses(layer, experts);
         let (mut waiting, mut ready, mut reading) = (VecDeque::new(), Vec::new(), 0);
         for &expert in experts {
             match self.cache.lookup(layer, expert) {
                 Some((slot, State::Reading)) => {
-                    let fill = self.slots[slot as usize].fill.as_mut();
-                    fill.expect("a reading slot has a fill").pass = self.serial;
+                    self.join(slot);
                     reading += 1;
                 }
                 Some((slot, _)) => {
-                    self.cache.hold(slot);
+                    self.stats.guesses.used += u64::from(self.cache.hold(slot));
                     ready.push(slot);
                 }
                 None => waiting.push_back(expert),
@@ -327,6 +224,7 @@ impl ExpertStore for StreamStore {
                 pass.leased -= 1;
             }
         }
+        self.trim();
         self.settle_finished();
         self.start_reads();
     }
@@ -335,14 +233,82 @@ impl ExpertStore for StreamStore {
         if let Some(pass) = self.pass.take() {
             self.cache.unhold_layer(pass.layer);
         }
+        self.trim();
+        self.settle_finished();
+        self.read_ahead();
+    }
+
+    fn resize(&mut self, slots: usize) -> Result<usize, StoreError> {
+        if slots == 0 {
+            return Err(StoreError::NoSlots { slot_bytes: self.slot_bytes });
+        }
+        self.settle_finished();
+        let slots = slots.min(self.spec.n_experts_total());
+        // Memory first: a pool that cannot grow as far as asked for grows as far as it can.
+        let (mut memory, mut refused) = (Vec::new(), None);
+        while self.cache.slots() + memory.len() < slots && refused.is_none() {
+            match Region::new(self.slot_bytes as usize, self.io.huge_pages) {
+                Ok(region) => memory.push(region),
+                Err(error) => refused = Some(error),
+            }
+        }
+        let reached = match refused {
+            Some(_) => self.cache.slots() + memory.len(),
+            None => slots,
+        };
+        if reached < self.cache.slots() {
+            self.stop_reading_ahead();
+        }
+        for (id, region) in self.cache.resize(reached).into_iter().zip(memory) {
+            if id as usize == self.slots.len() {
+                self.slots.push(Slot::default());
+            }
+            self.slots[id as usize].region = Some(region);
+        }
+        self.trim();
+        refused.map_or(Ok(self.cache.slots()), Err)
+    }
+
+    fn guess(&mut self, layer: usize, experts: &[u16]) {
+        self.settle_finished();
+        self.add_guesses(layer, experts);
+        self.read_ahead();
+    }
+
+    fn hot(&self) -> Vec<(usize, u16)> {
+        self.cache.hot()
+    }
+
+    fn warm(&mut self, experts: &[(usize, u16)]) {
+        self.settle_finished();
+        self.set_warm(experts);
+        self.read_ahead();
+    }
+
+    fn snapshot(&self) -> StoreSnapshot {
+        let layers = self.spec.layers.iter().enumerate().map(|(i, layer)| LayerSnapshot {
+            layer: layer.layer,
+            quota: self.cache.quota(i),
+            resident: self.cache.resident(i).collect(),
+        });
+        StoreSnapshot {
+            slots: self.cache.slots(),
+            free: self.cache.n_free(),
+            slot_bytes: self.slot_bytes,
+            policy: Some(self.policy),
+            layers: layers.collect(),
+        }
     }
 
     fn stats(&self) -> StoreStats {
-        self.stats.clone()
+        let mut stats = self.stats.clone();
+        stats.guesses.wasted = self.cache.wasted();
+        stats
     }
 
     fn reset_stats(&mut self) {
         self.stats = StoreStats::new(self.spec.layers.len());
+        self.cache.reset_wasted();
     }
 
     fn residency(&self) -> Residency {
@@ -355,7 +321,7 @@ impl ExpertStore for StreamStore {
 
     fn bytes_in_memory(&self) -> u64 {
         let touched = self.slots.iter().filter(|slot| slot.touched).count();
-        touched as u64 * self.spec.slot_bytes()
+        touched as u64 * self.slot_bytes
     }
 }
 
@@ -369,5 +335,4 @@ pub(crate) fn check_distinct(experts: &[u16], n_experts: usize) {
 }
 
 #[cfg(test)]
-#[path = "stream_tests.rs"]
 mod tests;
