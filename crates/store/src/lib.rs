@@ -35,6 +35,7 @@ pub mod stats;
 pub mod store;
 mod stream;
 pub mod threads;
+pub mod traces;
 pub mod trunk;
 
 pub use cache::policy::Policy;

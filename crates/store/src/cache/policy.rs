@@ -10,11 +10,11 @@ use crate::error::StoreError;
 #[non_exhaustive]
 pub enum Policy {
     /// Least recently used, every layer with the same number of slots.
-    #[default]
     Lru,
     /// Least frequently used with decay, every layer with the same number of slots.
     Lfu,
     /// As [`Policy::Lfu`], and slots move to the layers where they are measured to give more hits.
+    #[default]
     Adaptive,
     /// Least recently used over all layers at once. For comparison: it gives no hits at all when
     /// slots are a little fewer than the experts of one token.
@@ -57,8 +57,9 @@ impl Policy {
     }
 }
 
-/// After so many tokens a use counts half.
-const HALF_LIFE_TOKENS: f64 = 64.0;
+/// After so many tokens a use counts half: long enough to tell what a layer prefers from what it
+/// happened to use last, short enough to follow a text.
+const HALF_LIFE_TOKENS: f64 = 3.0;
 
 /// What makes one expert hotter than another.
 #[derive(Clone, Copy, Debug, PartialEq)]
