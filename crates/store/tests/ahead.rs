@@ -192,7 +192,7 @@ fn what_was_hot_is_loaded_first_next_time() {
     let hot = store.hot();
     assert_eq!(hot.len(), 8, "also what was evicted: {hot:?}");
     assert_eq!(hot[..4], [(1, 2), (1, 4), (0, 2), (0, 4)]);
-    let mut store = open_it(5);
+    let mut store = open_it(4);
     // A list of another model.
     store.warm(&[(7, 0), (0, 99)]);
     store.warm(&hot);
