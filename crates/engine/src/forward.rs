@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay_program::{ExpertMatrices, MoeId, Pass, SequenceTables};
+use forebay_program::{ExpertMatrices, MoeId, Pass, Segment, SequenceTables};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -78,7 +78,10 @@ impl Engine {
         let tables: Vec<SequenceTables<'_>> = sequences.iter().map(|s| s.tables()).collect();
         let pass =
             Pass { positions: &positions, row_sequence: &batch.row_sequence, sequences: &tables };
+        self.govern();
+        let clock = Instant::now();
         let result = self.run_pass(&pass, batch, control, sink);
+        self.pilot.passed(pass.rows(), clock.elapsed());
         if let (Err(_), Some(store)) = (&result, &mut self.store) {
             store.end();
         }
@@ -130,9 +133,11 @@ impl Engine {
             if control.cancel.load(Ordering::Relaxed) {
                 return Err(EngineError::Cancelled);
             }
-            timed(&mut self.stats.phases.body, || self.backend.run(pass, &segment.ops))?;
+            let (body, router) = segment.ops.split_at(segment.router);
+            timed(&mut self.stats.phases.body, || self.backend.run(pass, body))?;
+            timed(&mut self.stats.phases.router, || self.backend.run(pass, router))?;
             if let Some(moe) = segment.moe {
-                self.run_experts(pass, moe, &segment.overlap, control)?;
+                self.run_experts(pass, moe, segment, control)?;
             }
             (control.progress)(index + 1, total);
         }
@@ -154,17 +159,26 @@ impl Engine {
         &mut self,
         pass: &Pass<'_>,
         id: MoeId,
-        overlap: &[forebay_program::Op],
+        segment: &Segment,
         control: &Control<'_>,
     ) -> Result<(), EngineError> {
         let phases = &mut self.stats.phases;
         let store = self.store.as_mut().expect("a routed model has a store");
         let clock = Instant::now();
         let moe = &self.program.moes[id.0];
-        let union = union(&self.backend.routing(id).ids, moe.n_experts);
+        let routing = self.backend.routing(id);
+        for tap in &mut self.taps {
+            tap.routed(id.0, moe.top_k, routing);
+        }
+        let union = union(&routing.ids, moe.n_experts);
+        self.pilot.chosen(id, &union);
         store.begin(id.0, &union)?;
         phases.plan += clock.elapsed();
-        timed(&mut phases.body, || self.backend.run(pass, overlap))?;
+        if let Some(pilot) = segment.pilot.as_ref().filter(|_| self.pilot.wanted(pass.rows())) {
+            timed(&mut phases.router, || self.backend.run(pass, &pilot.ops))?;
+            store.guess(pilot.moe.0, self.pilot.guessed(pilot.moe, self.backend.guessed(pilot.moe)));
+        }
+        timed(&mut phases.body, || self.backend.run(pass, &segment.overlap))?;
         let mut leases = Vec::new();
         loop {
             if control.cancel.load(Ordering::Relaxed) {
@@ -182,10 +196,10 @@ impl Engine {
                     ExpertMatrices { expert: lease.expert, gate: v.gate, up: v.up, down: v.down }
                 })
                 .collect();
-            self.backend.experts(id, &ready);
+            phases.bind += clock.elapsed();
+            timed(&mut phases.experts, || self.backend.experts(id, &ready));
             drop(ready);
-            store.release(&mut leases);
-            phases.experts += clock.elapsed();
+            timed(&mut phases.plan, || store.release(&mut leases));
         }
         store.end();
         Ok(())

@@ -2,28 +2,33 @@
 //!
 //! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`state`] (sequences
 //! and their KV pages), [`forward`] (one batch through the program: the driver), [`sampler`],
-//! [`generate`].
+//! [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while running),
+//! [`tap`] (seeing choices).
 //!
 //! What is not here: kernels (`forebay-cpu`), reads and the expert cache (`forebay-store`), text
 //! (`forebay-text`).
 
 #![forbid(unsafe_code)]
 
+mod elastic;
 pub mod engine;
 pub mod error;
 pub mod forward;
 pub mod generate;
 pub mod options;
+pub mod pilot;
 pub mod plan;
 pub mod sampler;
 pub mod state;
 pub mod stats;
+pub mod tap;
 
 pub use engine::Engine;
 pub use error::EngineError;
 pub use forward::{Batch, Control};
 pub use generate::{Finish, GenerateParams, Generated, TokenEvent};
 pub use options::{EngineOptions, MemoryLimit, ResidencyChoice};
+pub use pilot::{PilotCounts, Prefetch};
 pub use plan::MemoryPlan;
 pub use sampler::{Sampler, SamplerParams};
 pub use state::Sequence;

@@ -5,6 +5,8 @@ use forebay_cpu::attention::KvType;
 use forebay_program::Precision;
 use forebay_store::IoMode;
 
+use crate::pilot::Prefetch;
+
 /// Total memory of the process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MemoryLimit {
@@ -56,6 +58,10 @@ pub struct EngineOptions {
     pub io: IoMode,
     /// Threads that read.
     pub io_threads: usize,
+    /// Guessing experts ahead.
+    pub prefetch: Prefetch,
+    /// Whether the budget follows the system's pressure and limits while running.
+    pub elastic: bool,
     /// Vector width; none: the widest.
     pub level: Option<Level>,
     /// Bytes that the caller owns besides: tokenizer and the like.
@@ -77,6 +83,8 @@ impl Default for EngineOptions {
             sequences: 1,
             io: IoMode::Auto,
             io_threads: 4,
+            prefetch: Prefetch::Auto,
+            elastic: true,
             level: None,
             caller_bytes: 0,
         }

@@ -9,12 +9,16 @@ use forebay_store::StoreStats;
 pub struct Phases {
     /// Embedding rows.
     pub embed: Duration,
-    /// Operations outside of experts, up to and including routers.
+    /// Operations outside of experts and routers.
     pub body: Duration,
-    /// Forming unions and plans.
+    /// Routers, guesses included.
+    pub router: Duration,
+    /// Forming unions, finding slots, starting reads.
     pub plan: Duration,
     /// Waiting for experts' bytes.
     pub read_wait: Duration,
+    /// Finding experts' matrices in their slots.
+    pub bind: Duration,
     /// Computing experts.
     pub experts: Duration,
     /// Last norm and output head.
@@ -25,12 +29,14 @@ pub struct Phases {
 
 impl Phases {
     /// Names and seconds, in order.
-    pub fn named(&self) -> [(&'static str, f64); 7] {
+    pub fn named(&self) -> [(&'static str, f64); 9] {
         [
             ("embed", self.embed.as_secs_f64()),
             ("body", self.body.as_secs_f64()),
+            ("router", self.router.as_secs_f64()),
             ("plan", self.plan.as_secs_f64()),
             ("read_wait", self.read_wait.as_secs_f64()),
+            ("bind", self.bind.as_secs_f64()),
             ("experts", self.experts.as_secs_f64()),
             ("head", self.head.as_secs_f64()),
             ("sampling", self.sampling.as_secs_f64()),
@@ -42,8 +48,10 @@ impl Phases {
         Phases {
             embed: self.embed - earlier.embed,
             body: self.body - earlier.body,
+            router: self.router - earlier.router,
             plan: self.plan - earlier.plan,
             read_wait: self.read_wait - earlier.read_wait,
+            bind: self.bind - earlier.bind,
             experts: self.experts - earlier.experts,
             head: self.head - earlier.head,
             sampling: self.sampling - earlier.sampling,

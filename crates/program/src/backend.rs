@@ -86,6 +86,9 @@ pub trait Backend: Send {
     /// The choice made by the last [`Op::Route`] of `moe`.
     fn routing(&self, moe: MoeId) -> &Routing;
 
+    /// What the last [`Op::Guess`] of `moe` noted, `[rows * top_k]`, repetitions included.
+    fn guessed(&self, moe: MoeId) -> &[u16];
+
     /// Computes experts for every row that chose them, into `[rows, top_k, d]`.
     fn experts(&mut self, moe: MoeId, experts: &[ExpertMatrices<'_>]);
 

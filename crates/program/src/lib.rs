@@ -18,5 +18,5 @@ pub mod scratch;
 
 pub use backend::{Backend, BackendError, ExpertMatrices, Pass, Routing, SequenceTables};
 pub use ledger::{Ledger, LedgerItem};
-pub use lower::lower;
+pub use lower::{lower, lower_with};
 pub use op::*;

@@ -13,7 +13,13 @@ use crate::scratch::{self, Life};
 
 /// Lowers a model for one precision.
 pub fn lower(spec: &ModelSpec, precision: Precision) -> Program {
+    lower_with(spec, precision, false)
+}
+
+/// The same, with a [`Pilot`] at every routed layer but the last where `pilot` asks for it.
+pub fn lower_with(spec: &ModelSpec, precision: Precision, pilot: bool) -> Program {
     let mut l = Lowering::new(spec, precision);
+    l.pilot = pilot;
     let hidden = l.buffer(spec.hidden_size);
     let angles: Vec<BufferId> = (0..spec.ropes.len())
         .map(|rope| {
@@ -57,7 +63,16 @@ struct Lowering<'a> {
     moes: Vec<Moe>,
     segments: Vec<Segment>,
     clock: usize,
-    overlap: bool,
+    into: Into,
+    pilot: bool,
+}
+
+/// Which list of the last segment operations go to.
+#[derive(Clone, Copy, PartialEq)]
+enum Into {
+    Ops,
+    Pilot,
+    Overlap,
 }
 
 impl<'a> Lowering<'a> {
@@ -75,7 +90,8 @@ impl<'a> Lowering<'a> {
             moes: Vec::new(),
             segments: vec![Segment::default()],
             clock: 0,
-            overlap: false,
+            into: Into::Ops,
+            pilot: false,
         }
     }
 
@@ -85,7 +101,11 @@ impl<'a> Lowering<'a> {
             self.touch(b);
         }
         let segment = self.segments.last_mut().expect("there is always one");
-        if self.overlap { segment.overlap.push(op) } else { segment.ops.push(op) }
+        match (self.into, &mut segment.pilot) {
+            (Into::Ops, _) => segment.ops.push(op),
+            (Into::Overlap, _) => segment.overlap.push(op),
+            (Into::Pilot, pilot) => pilot.as_mut().expect("made before").ops.push(op),
+        }
     }
 
     fn touch(&mut self, b: BufferId) {
@@ -99,21 +119,29 @@ impl<'a> Lowering<'a> {
         BufferId(self.lives.len() - 1)
     }
 
+    /// A matrix is resident once, however often it is used.
     fn weight(&mut self, w: &WeightRef) -> WeightId {
-        self.weights.push(w.clone());
-        WeightId(self.weights.len() - 1)
+        let known = self.weights.iter().rposition(|known| known == w);
+        WeightId(known.unwrap_or_else(|| {
+            self.weights.push(w.clone());
+            self.weights.len() - 1
+        }))
     }
 
     fn vector(&mut self, source: &VectorRef, plus_one: bool, factor: f32) -> VectorId {
-        let form = VectorForm::Plain;
-        self.vectors.push(Vector { source: source.clone(), plus_one, factor, form });
-        VectorId(self.vectors.len() - 1)
+        self.resident(Vector { source: source.clone(), plus_one, factor, form: VectorForm::Plain })
     }
 
     fn vector_as(&mut self, source: &VectorRef, form: VectorForm) -> VectorId {
-        let id = self.vector(source, false, 1.0);
-        self.vectors[id.0].form = form;
-        id
+        self.resident(Vector { source: source.clone(), plus_one: false, factor: 1.0, form })
+    }
+
+    fn resident(&mut self, vector: Vector) -> VectorId {
+        let known = self.vectors.iter().rposition(|known| *known == vector);
+        VectorId(known.unwrap_or_else(|| {
+            self.vectors.push(vector);
+            self.vectors.len() - 1
+        }))
     }
 
     fn norm(&mut self, n: &Norm) -> NormParams {
@@ -334,12 +362,9 @@ impl<'a> Lowering<'a> {
         hidden: BufferId,
     ) -> BufferId {
         let first = &r.experts.weights[0];
-        let x = self.normed(hidden, &r.norm);
-        let router_x = match &r.router.input_norm {
-            Some(n) => self.normed(hidden, n),
-            None => x,
-        };
-        let [logits] = self.f32_linears(router_x, [&r.router.weight]);
+        let segment = self.segments.last_mut().expect("there is always one");
+        segment.router = segment.ops.len();
+        let (x, logits) = self.router(r, hidden);
         // Gate and up of an expert share one input; a mixture of formats with different orders in
         // one expert would need two packs, which no published model has.
         let input = match self.order(first.gate.format) {
@@ -368,12 +393,13 @@ impl<'a> Lowering<'a> {
             out,
         });
         self.segments.last_mut().expect("there is always one").moe = Some(moe);
-        self.overlap = true;
+        self.guess_after(layer, hidden);
+        self.into = Into::Overlap;
         let dense_out = dense.map(|d| {
             let x = if d.norm == r.norm { x } else { self.normed(hidden, &d.norm) };
             self.dense(d, x)
         });
-        self.overlap = false;
+        self.into = Into::Ops;
         // The experts read their input and write `out` after everything that overlaps.
         self.clock += 1;
         self.touch(x);
@@ -389,6 +415,30 @@ impl<'a> Lowering<'a> {
         sum
     }
 
+    /// The normed stream and the router's logits.
+    fn router(&mut self, r: &RoutedBranch, hidden: BufferId) -> (BufferId, BufferId) {
+        let x = self.normed(hidden, &r.norm);
+        let router_x = match &r.router.input_norm {
+            Some(n) => self.normed(hidden, n),
+            None => x,
+        };
+        let [logits] = self.f32_linears(router_x, [&r.router.weight]);
+        (x, logits)
+    }
+
+    /// The pilot of the routed layer after `layer`.
+    fn guess_after(&mut self, layer: usize, hidden: BufferId) {
+        let spec = self.spec;
+        let next = spec.layers.iter().skip(layer + 1).find_map(|l| l.ffn.routed.as_ref());
+        let Some(next) = next.filter(|_| self.pilot) else { return };
+        let moe = MoeId(self.moes.len());
+        let segment = self.segments.last_mut().expect("there is always one");
+        segment.pilot = Some(Pilot { ops: Vec::new(), moe });
+        self.into = Into::Pilot;
+        let (_, logits) = self.router(next, hidden);
+        self.push(Op::Guess { logits, moe });
+    }
+
     fn finish(mut self, hidden: BufferId) -> Program {
         let spec = self.spec;
         let norm = self.norm(&spec.final_norm);
@@ -401,6 +451,11 @@ impl<'a> Lowering<'a> {
             tied: spec.head.is_none(),
             softcap: spec.logit_softcap,
         };
+        for segment in &mut self.segments {
+            if segment.moe.is_none() {
+                segment.router = segment.ops.len();
+            }
+        }
         let (offsets, scratch_width) = scratch::plan(&self.lives);
         let buffers = self.lives.iter().zip(offsets);
         Program {
@@ -447,7 +502,7 @@ impl Op {
             Op::Gate { gate, buf, .. } => vec![*gate, *buf],
             Op::ConvSilu { src, dst, .. } => vec![*src, *dst],
             Op::DeltaRule { qkv, a, b, dst, .. } => vec![*qkv, *a, *b, *dst],
-            Op::Route { logits, .. } => vec![*logits],
+            Op::Route { logits, .. } | Op::Guess { logits, .. } => vec![*logits],
             Op::Combine { dst, .. } => vec![*dst],
         }
     }

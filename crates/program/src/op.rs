@@ -249,6 +249,13 @@ pub enum Op {
         /// For which experts.
         moe: MoeId,
     },
+    /// Notes which experts `moe` would choose from these logits: a guess, which decides nothing.
+    Guess {
+        /// `[rows, E]`
+        logits: BufferId,
+        /// For which experts.
+        moe: MoeId,
+    },
     /// `dst = sum over ranks of weight * expert output`, rank order.
     Combine {
         /// Of which experts.
@@ -287,13 +294,27 @@ pub struct Moe {
     pub out: BufferId,
 }
 
+/// A guess at the choice of a later layer: its router applied too early, to the stream before the
+/// experts of this layer and the mixers between them have added to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pilot {
+    /// Ends with [`Op::Guess`].
+    pub ops: Vec<Op>,
+    /// Whose choice is guessed.
+    pub moe: MoeId,
+}
+
 /// Operations up to a router read-back.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Segment {
     /// Run first.
     pub ops: Vec<Op>,
+    /// Where in `ops` the router begins; their end where there is none.
+    pub router: usize,
     /// Then these experts are read back, and fetched.
     pub moe: Option<MoeId>,
+    /// Run then, where guesses are wanted: the next routed layer's router on the stream as it is here.
+    pub pilot: Option<Pilot>,
     /// Run while their reads are in flight.
     pub overlap: Vec<Op>,
 }

@@ -26,6 +26,7 @@ pub mod layout;
 pub mod map;
 pub mod memory;
 pub mod platform;
+pub mod pressure;
 mod present;
 pub mod queue;
 pub mod region;

@@ -78,6 +78,12 @@ pub fn container_peak(root: &Path) -> Option<u64> {
         .find_map(|(names, groups)| groups.iter().find_map(|group| number(&group.join(names.peak))))
 }
 
+/// Directories of this process's control groups of version 2, innermost first.
+pub(crate) fn own_groups(root: &Path) -> Vec<PathBuf> {
+    let v2 = hierarchies(root).into_iter().filter(|(names, _)| names.limit == V2.limit);
+    v2.flat_map(|(_, groups)| groups).collect()
+}
+
 /// File names of one version of control groups.
 #[derive(Clone, Copy)]
 struct Names {

@@ -125,6 +125,21 @@ impl CpuBackend {
         Ok(())
     }
 
+    /// As [`Self::route`], but nothing follows from it: damaged logits guess nothing.
+    pub(super) fn guess(&mut self, logits: BufferId, id: MoeId, rows: usize) {
+        let range = self.range(logits, rows);
+        let moe = &self.program.moes[id.0];
+        let (e, k) = (moe.n_experts, moe.top_k);
+        let Routing { ids, weights } = &mut self.guess;
+        ids.resize(rows * k, 0);
+        weights.resize(k, 0.0);
+        for (logits, ids) in self.arena[range].chunks_exact(e).zip(ids.chunks_exact_mut(k)) {
+            if ops::route(self.level, logits, moe.score, ids, weights).is_err() {
+                ids.fill(0);
+            }
+        }
+    }
+
     /// Computes experts for every row that chose them, tile by tile.
     pub(super) fn run_experts(&mut self, id: MoeId, experts: &[ExpertMatrices<'_>]) {
         let program = self.program.clone();

@@ -74,6 +74,8 @@ pub struct CpuBackend {
     kv: Vec<LayerKv>,
     states: Vec<recurrent::States>,
     routings: Vec<Routing>,
+    /// The last guess, whose memory is used by the next.
+    guess: Routing,
     by_expert: ByExpert,
     bytes_moved: u64,
 }
@@ -164,6 +166,7 @@ impl CpuBackend {
                 .map(|r| recurrent::States::new(r, shape.states))
                 .collect(),
             routings: vec![Routing::default(); program.moes.len()],
+            guess: Routing::default(),
             by_expert: ByExpert::default(),
             bytes_moved: 0,
             program,
@@ -280,6 +283,10 @@ impl Backend for CpuBackend {
 
     fn routing(&self, moe: MoeId) -> &Routing {
         &self.routings[moe.0]
+    }
+
+    fn guessed(&self, _: MoeId) -> &[u16] {
+        &self.guess.ids
     }
 
     fn experts(&mut self, id: MoeId, experts: &[ExpertMatrices<'_>]) {
@@ -434,6 +441,7 @@ impl CpuBackend {
                 ops::glu(&self.pool, self.level, *activation, gate, up);
             }
             Op::Route { logits, moe } => self.route(*logits, *moe, rows)?,
+            Op::Guess { logits, moe } => self.guess(*logits, *moe, rows),
             Op::Combine { moe, dst } => {
                 let m = &self.program.moes[moe.0];
                 let (out, dst) = (self.range(m.out, rows), self.range(*dst, rows));

@@ -1,0 +1,202 @@
+//! The budget while running: lowered and raised by the caller, and by itself when the system is short.
+//!
+//! What can give way is the pool of expert slots; everything else (trunk, keys and values, scratch) is
+//! as large as the first plan made it. Answers do not change with the pool.
+
+use std::time::{Duration, Instant};
+
+use forebay_program::ledger::human;
+use forebay_store::pressure::{Pressure, PressureGauge};
+use forebay_store::{Residency, open_store};
+
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::plan::{EXPERTS_LINE, RESERVE_LINE, SLOTS_LINE, reserve_bytes};
+
+/// Time between looks at the system.
+const LOOK: Duration = Duration::from_secs(1);
+/// Percent of time waiting for memory that makes the budget give way.
+const SHORT: f64 = 10.0;
+/// Percent below which the system is at ease.
+const EASE: f64 = 1.0;
+/// How long the system has to be at ease before the budget grows again.
+const CALM: Duration = Duration::from_secs(30);
+/// Part of the budget that goes, and comes back, in one step.
+const STEP: u64 = 8;
+
+/// Watches the system.
+#[derive(Debug)]
+pub(crate) struct Governor {
+    gauge: PressureGauge,
+    /// What was asked for: never more than this.
+    asked: u64,
+    looked: Instant,
+    /// Since when the system is at ease; none while it is not.
+    calm: Option<Instant>,
+}
+
+/// What to do about the budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Stay,
+    To(u64),
+}
+
+impl Governor {
+    pub(crate) fn new(gauge: PressureGauge, asked: u64) -> Governor {
+        Governor { gauge, asked, looked: Instant::now(), calm: None }
+    }
+
+    /// The caller's wish.
+    fn ask(&mut self, budget: u64) {
+        self.asked = budget;
+    }
+
+    fn step(&mut self, now: Instant, budget: u64, seen: Pressure) -> Step {
+        if let Some(limit) = seen.limit.filter(|&limit| limit < budget) {
+            self.calm = None;
+            return Step::To(limit);
+        }
+        let Some(waiting) = seen.some_avg10 else { return Step::Stay };
+        if waiting >= SHORT {
+            self.calm = None;
+            return Step::To(budget - budget / STEP);
+        }
+        if waiting > EASE {
+            self.calm = None;
+            return Step::Stay;
+        }
+        let since = *self.calm.get_or_insert(now);
+        if budget >= self.asked || now.duration_since(since) < CALM {
+            return Step::Stay;
+        }
+        self.calm = Some(now);
+        let most = seen.limit.map_or(self.asked, |limit| limit.min(self.asked));
+        Step::To((budget + budget / STEP).min(most))
+    }
+}
+
+impl Engine {
+    /// Changes the budget. Returns the slots of the pool: memory of those that a pass still holds comes
+    /// back when it ends.
+    ///
+    /// A model whose experts are all resident is streamed from then on, if the new budget does not hold
+    /// them.
+    ///
+    /// # Errors
+    /// The budget cannot hold one expert beside everything else; nothing changed then. A model without
+    /// experts, or with mapped ones, has nothing to give.
+    pub fn set_budget(&mut self, budget: u64) -> Result<usize, EngineError> {
+        let slots = self.resize_to(budget)?;
+        self.governor.ask(budget);
+        Ok(slots)
+    }
+
+    fn resize_to(&mut self, budget: u64) -> Result<usize, EngineError> {
+        let (streamed, all) = match self.plan.residency {
+            Some(Residency::Stream { .. }) => (true, false),
+            Some(Residency::Resident) => (false, true),
+            _ => {
+                return Err(EngineError::Refused {
+                    what: "changing the budget".into(),
+                    instead: "only streamed or resident experts can give memory back".into(),
+                });
+            }
+        };
+        let elastic = [SLOTS_LINE, EXPERTS_LINE, RESERVE_LINE];
+        let fixed: u64 = {
+            let items = self.plan.ledger.items.iter();
+            items.filter(|i| !elastic.contains(&i.what)).map(|i| i.bytes).sum()
+        };
+        let reserve = reserve_bytes(budget);
+        let left = budget.saturating_sub(fixed + reserve);
+        if all && self.plan.ledger.get(EXPERTS_LINE) <= left {
+            self.plan.budget = budget;
+            return Ok(self.plan.slots);
+        }
+        let slot = self.slot_bytes;
+        let slots = ((left / slot) as usize).min(self.n_experts);
+        if slots == 0 {
+            return Err(EngineError::BudgetTooSmall {
+                budget,
+                minimum: self.plan.minimum.max(fixed + slot + reserve),
+                advice: "one expert buffer beside what is loaded already".into(),
+            });
+        }
+        let store = self.store.as_mut().expect("a model with residency has a store");
+        if streamed {
+            store.resize(slots)?;
+        } else {
+            // The resident copy goes before the pool comes.
+            let spec = store.spec().clone();
+            self.store = None;
+            let mode = Residency::Stream { slots };
+            let files = self.files().clone();
+            self.store = Some(open_store(&spec, files, mode, self.store_options, &mut |_, _| {})?);
+        }
+        self.plan.residency = Some(Residency::Stream { slots });
+        self.plan.slots = slots;
+        self.plan.budget = budget;
+        self.plan.ledger.items.retain(|i| !elastic.contains(&i.what));
+        self.plan.ledger.add(SLOTS_LINE, slots as u64 * slot);
+        self.plan.ledger.add(RESERVE_LINE, reserve);
+        Ok(slots)
+    }
+
+    /// Looks at the system now and then, and gives way.
+    pub(crate) fn govern(&mut self) {
+        let now = Instant::now();
+        if now.duration_since(self.governor.looked) < LOOK {
+            return;
+        }
+        self.governor.looked = now;
+        if !matches!(self.plan.residency, Some(Residency::Stream { .. })) {
+            return;
+        }
+        let seen = self.governor.gauge.read();
+        let Step::To(budget) = self.governor.step(now, self.plan.budget, seen) else { return };
+        let before = self.plan.budget;
+        match self.resize_to(budget) {
+            Ok(slots) => {
+                let (from, to) = (human(before), human(budget));
+                tracing::info!(from, to, slots, ?seen, "the memory budget follows the system");
+                self.adjustments += 1;
+            }
+            // There is nothing left to give.
+            Err(error) => tracing::debug!(%error, "the memory budget stays"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn seen(waiting: f64) -> Pressure {
+        Pressure { some_avg10: Some(waiting), limit: None }
+    }
+
+    #[test]
+    fn gives_way_under_pressure_and_comes_back_when_it_is_over() {
+        let mut g = Governor::new(PressureGauge::default(), 8 * GIB);
+        let start = Instant::now();
+        assert_eq!(g.step(start, 8 * GIB, seen(40.0)), Step::To(7 * GIB));
+        assert_eq!(g.step(start, 7 * GIB, seen(5.0)), Step::Stay);
+        assert_eq!(g.step(start, 7 * GIB, seen(0.0)), Step::Stay);
+        assert_eq!(g.step(start + CALM, 7 * GIB, seen(0.0)), Step::To(7 * GIB + 7 * GIB / 8));
+        // One step per calm time, and never beyond what was asked for.
+        assert_eq!(g.step(start + CALM, 7 * GIB, seen(0.0)), Step::Stay);
+        assert_eq!(g.step(start + 2 * CALM, 8 * GIB - 1, seen(0.0)), Step::To(8 * GIB));
+        assert_eq!(g.step(start + 9 * CALM, 8 * GIB, seen(0.0)), Step::Stay);
+    }
+
+    #[test]
+    fn a_lowered_limit_of_the_container_is_obeyed() {
+        let mut g = Governor::new(PressureGauge::default(), 8 * GIB);
+        let limited = Pressure { some_avg10: None, limit: Some(3 * GIB) };
+        assert_eq!(g.step(Instant::now(), 8 * GIB, limited), Step::To(3 * GIB));
+        assert_eq!(g.step(Instant::now(), 3 * GIB, limited), Step::Stay);
+    }
+}
