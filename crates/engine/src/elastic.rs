@@ -88,7 +88,9 @@ impl Engine {
     /// experts, or with mapped ones, has nothing to give.
     pub fn set_budget(&mut self, budget: u64) -> Result<usize, EngineError> {
         let slots = self.resize_to(budget)?;
-        self.governor.ask(budget);
+        if let Some(governor) = &mut self.governor {
+            governor.ask(budget);
+        }
         Ok(slots)
     }
 
@@ -114,8 +116,8 @@ impl Engine {
             self.plan.budget = budget;
             return Ok(self.plan.slots);
         }
-        let slot = self.slot_bytes;
-        let slots = ((left / slot) as usize).min(self.n_experts);
+        let slot = self.elastic.slot_bytes;
+        let slots = ((left / slot) as usize).min(self.elastic.n_experts);
         if slots == 0 {
             return Err(EngineError::BudgetTooSmall {
                 budget,
@@ -132,7 +134,7 @@ impl Engine {
             self.store = None;
             let mode = Residency::Stream { slots };
             let files = self.files().clone();
-            self.store = Some(open_store(&spec, files, mode, self.store_options, &mut |_, _| {})?);
+            self.store = Some(open_store(&spec, files, mode, self.elastic.store, &mut |_, _| {})?);
         }
         self.plan.residency = Some(Residency::Stream { slots });
         self.plan.slots = slots;
@@ -146,21 +148,20 @@ impl Engine {
     /// Looks at the system now and then, and gives way.
     pub(crate) fn govern(&mut self) {
         let now = Instant::now();
-        if now.duration_since(self.governor.looked) < LOOK {
+        let Some(governor) = &mut self.governor else { return };
+        let streams = matches!(self.plan.residency, Some(Residency::Stream { .. }));
+        if !streams || now.duration_since(governor.looked) < LOOK {
             return;
         }
-        self.governor.looked = now;
-        if !matches!(self.plan.residency, Some(Residency::Stream { .. })) {
-            return;
-        }
-        let seen = self.governor.gauge.read();
-        let Step::To(budget) = self.governor.step(now, self.plan.budget, seen) else { return };
+        governor.looked = now;
+        let seen = governor.gauge.read();
+        let Step::To(budget) = governor.step(now, self.plan.budget, seen) else { return };
         let before = self.plan.budget;
         match self.resize_to(budget) {
             Ok(slots) => {
                 let (from, to) = (human(before), human(budget));
                 tracing::info!(from, to, slots, ?seen, "the memory budget follows the system");
-                self.adjustments += 1;
+                self.elastic.adjustments += 1;
             }
             // There is nothing left to give.
             Err(error) => tracing::debug!(%error, "the memory budget stays"),

@@ -7,14 +7,19 @@ use forebay_cpu::backend::CpuBackend;
 use forebay_cpu::{Level, Pool};
 use forebay_files::Catalog;
 use forebay_models::{ModelSpec, WeightRef};
-use forebay_program::{Backend, Program, lower};
+use forebay_program::{Backend, Program, lower_with};
 use forebay_quant::{MatrixView, PlaneView};
 use forebay_store::{
-    ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, StoreSpec, memory, open_store,
+    ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, StoreOptions, StoreSnapshot,
+    StoreSpec, memory, open_store,
 };
+use forebay_store::pressure::PressureGauge;
 
 use crate::error::EngineError;
-use crate::options::{EngineOptions, MemoryLimit};
+use crate::elastic::Governor;
+use crate::options::{EngineOptions, MemoryLimit, ResidencyChoice};
+use crate::pilot::{Pilot, PilotCounts, Prefetch};
+use crate::tap::RoutingTap;
 use crate::plan::{MemoryPlan, PlanInput};
 use crate::state::{PagePool, Sequence};
 use crate::stats::Stats;
@@ -43,7 +48,10 @@ impl Opened {
     /// The same for a catalog that is open.
     pub fn from_catalog(catalog: Catalog, options: EngineOptions) -> Result<Opened, EngineError> {
         let spec = forebay_models::read(&catalog)?;
-        let program = Arc::new(lower(&spec, options.precision()));
+        let streams =
+            matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
+        let pilot = streams && options.prefetch != Prefetch::Off;
+        let program = Arc::new(lower_with(&spec, options.precision(), pilot));
         let layers = spec.layers.iter().enumerate().filter_map(|(layer, l)| {
             let routed = l.ffn.routed.as_ref()?;
             Some(LayerExperts { layer, experts: routed.experts.weights.clone() })
@@ -111,10 +119,26 @@ pub struct Engine {
     pub(crate) pages: PagePool,
     pub(crate) hidden: Vec<f32>,
     pub(crate) logits: Vec<f32>,
+    pub(crate) pilot: Pilot,
+    pub(crate) taps: Vec<Box<dyn RoutingTap>>,
+    pub(crate) governor: Option<Governor>,
+    pub(crate) elastic: ElasticShape,
     files: Arc<FileSet>,
     embedding: Embedding,
     level: Level,
     io_threads: usize,
+}
+
+/// What changing the budget needs to know.
+pub(crate) struct ElasticShape {
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+    /// Experts of all layers.
+    pub n_experts: usize,
+    /// How a pool is opened when resident experts give way to one.
+    pub store: StoreOptions,
+    /// How often the budget followed the system.
+    pub adjustments: u64,
 }
 
 /// Where embedding rows come from.
@@ -153,14 +177,16 @@ impl Engine {
             &io,
             progress,
         )?;
+        let store_options = StoreOptions { io, policy: options.policy };
         let store = match plan.residency {
-            Some(mode) => Some(open_store(&store_spec, files.clone(), mode, io, progress)?),
+            Some(mode) => Some(open_store(&store_spec, files.clone(), mode, store_options, progress)?),
             None => None,
         };
         let embedding = match program.head.tied {
             true => Embedding::Tied,
             false => Embedding::file(spec.embedding.clone()),
         };
+        let (program_moes, budget) = (program.moes.len(), plan.budget);
         let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages, plan.shape.states);
         Ok(Engine {
             spec,
@@ -172,6 +198,15 @@ impl Engine {
             pages,
             hidden: Vec::new(),
             logits: Vec::new(),
+            pilot: Pilot::new(options.prefetch, program_moes),
+            taps: Vec::new(),
+            governor: options.elastic.then(|| Governor::new(PressureGauge::default(), budget)),
+            elastic: ElasticShape {
+                slot_bytes: store_spec.slot_bytes(),
+                n_experts: store_spec.n_experts_total(),
+                store: store_options,
+                adjustments: 0,
+            },
             files,
             embedding,
             level,
@@ -193,6 +228,38 @@ impl Engine {
     pub fn stats(&self) -> Stats {
         let store = self.store.as_ref().map(|s| s.stats()).unwrap_or_default();
         Stats { store, ..self.stats.clone() }
+    }
+
+    /// Adds a tap on the choice of experts.
+    pub fn tap(&mut self, tap: Box<dyn RoutingTap>) {
+        self.taps.push(tap);
+    }
+
+    /// How well guesses at experts do, per routed layer, and what is thought of them.
+    pub fn pilot(&self) -> (&[PilotCounts], &'static str) {
+        (self.pilot.counts(), self.pilot.verdict())
+    }
+
+    /// How often the budget followed the system since opening.
+    pub fn budget_adjustments(&self) -> u64 {
+        self.elastic.adjustments
+    }
+
+    /// Which experts are in memory.
+    pub fn snapshot(&self) -> StoreSnapshot {
+        self.store.as_ref().map(|s| s.snapshot()).unwrap_or_default()
+    }
+
+    /// Experts that were used, as (routed layer, expert), hottest first.
+    pub fn hot_experts(&self) -> Vec<(usize, u16)> {
+        self.store.as_ref().map(|s| s.hot()).unwrap_or_default()
+    }
+
+    /// Reads these experts first, while nothing else is read.
+    pub fn warm(&mut self, experts: &[(usize, u16)]) {
+        if let Some(store) = &mut self.store {
+            store.warm(experts);
+        }
     }
 
     /// Things said once about how files are read.

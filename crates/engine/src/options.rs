@@ -3,7 +3,7 @@
 use forebay_cpu::Level;
 use forebay_cpu::attention::KvType;
 use forebay_program::Precision;
-use forebay_store::IoMode;
+use forebay_store::{IoMode, Policy};
 
 use crate::pilot::Prefetch;
 
@@ -58,6 +58,8 @@ pub struct EngineOptions {
     pub io: IoMode,
     /// Threads that read.
     pub io_threads: usize,
+    /// Which expert has to go when a slot is needed.
+    pub policy: Policy,
     /// Guessing experts ahead.
     pub prefetch: Prefetch,
     /// Whether the budget follows the system's pressure and limits while running.
@@ -83,6 +85,7 @@ impl Default for EngineOptions {
             sequences: 1,
             io: IoMode::Auto,
             io_threads: 4,
+            policy: Policy::default(),
             prefetch: Prefetch::Auto,
             elastic: true,
             level: None,

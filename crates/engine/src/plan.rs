@@ -21,11 +21,26 @@ const PROCESS_BYTES: u64 = 12 * MIB;
 /// Memory that a description of the model takes per tensor or expert matrix: names, shapes, extents.
 const BYTES_PER_TENSOR: u64 = 1024;
 
-/// Context when none is asked for.
+/// Context when none is asked for and memory is short.
 const DEFAULT_CONTEXT: usize = 4096;
 
 /// Rows of a prefill chunk that are tried, largest first.
-const CHUNKS: [usize; 10] = [512, 256, 128, 64, 32, 16, 8, 4, 2, 1];
+const CHUNKS: [usize; 13] = [4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1];
+
+/// Most rows of a chunk where no experts are: more rows would not be quicker.
+const DENSE_CHUNK: usize = 512;
+
+/// Contexts that are tried when none is asked for, if they cost next to nothing.
+const LONGER_CONTEXTS: [usize; 3] = [32_768, 16_384, 8192];
+
+/// Line of the expert pool.
+pub(crate) const SLOTS_LINE: &str = "expert slots";
+/// Line of keys and values.
+const KV_LINE: &str = "keys and values";
+/// Line of resident experts.
+pub(crate) const EXPERTS_LINE: &str = "experts";
+/// Line of what the system takes.
+pub(crate) const RESERVE_LINE: &str = "kernel and cache reserve";
 
 /// What kernel memory and page cache of a container get: `max(64 MiB, 3%)`.
 pub fn reserve_bytes(budget: u64) -> u64 {
@@ -71,40 +86,69 @@ impl PlanInput<'_> {
     /// The best plan within `budget`.
     pub fn plan(&self, budget: u64) -> Result<MemoryPlan, EngineError> {
         let context = self.context()?;
+        let Some(base) = self.plan_with(budget, context)? else {
+            return Err(EngineError::BudgetTooSmall {
+                budget,
+                minimum: self.minimum_as_asked(context),
+                advice: format!(
+                    "{context} tokens of context and {:?} keys and values; a shorter --context or a smaller --kv lowers it",
+                    self.options.kv()
+                ),
+            });
+        };
+        if self.options.context.is_some() {
+            return Ok(base);
+        }
+        for longer in LONGER_CONTEXTS.into_iter().filter(|&c| c <= self.spec.context_length) {
+            if let Some(plan) = self.plan_with(budget, longer)?.filter(|p| p.costs_little(&base)) {
+                return Ok(plan);
+            }
+        }
+        Ok(base)
+    }
+
+    /// The best plan with so many tokens of context; none: the budget is too small.
+    fn plan_with(&self, budget: u64, context: usize) -> Result<Option<MemoryPlan>, EngineError> {
         let minimum = self.minimum_as_asked(context);
         let slot = self.store.slot_bytes();
         let routed = !self.store.layers.is_empty();
-        let chunks: Vec<usize> = match self.options.chunk {
-            Some(chunk) => vec![chunk.max(1)],
-            None => CHUNKS.to_vec(),
+        let chunks: Vec<usize> = match (self.options.chunk, routed) {
+            (Some(chunk), _) => vec![chunk.max(1)],
+            (None, true) => CHUNKS.to_vec(),
+            (None, false) => CHUNKS.into_iter().filter(|&c| c <= DENSE_CHUNK).collect(),
         };
+        let left = |fixed: &Ledger| budget.checked_sub(fixed.total() + reserve_bytes(budget));
         let smallest = self.fixed(*chunks.last().expect("not empty"), context).0;
+        // Experts that can all be resident are not streamed for the sake of a larger chunk.
+        let some_chunk = chunks.iter().find(|&&c| c <= DENSE_CHUNK).unwrap_or(&chunks[0]);
+        let keep_resident = match left(&self.fixed(*some_chunk, context).0) {
+            Some(left) => matches!(self.residency(left)?, Some(Some(Residency::Resident))),
+            None => false,
+        };
         for &chunk in &chunks {
             let (fixed, shape) = self.fixed(chunk, context);
-            let spent = fixed.total() + reserve_bytes(budget);
-            let left = budget.saturating_sub(spent);
             // Scratch may take an eighth of what experts could have.
-            let without = budget.saturating_sub(smallest.total() + reserve_bytes(budget));
+            let modest = fixed.total() - smallest.total() <= left(&smallest).unwrap_or(0) / 8;
             let is_last = Some(&chunk) == chunks.last();
-            let modest = fixed.total() - smallest.total() <= without / 8;
-            if spent > budget || (routed && !modest && !is_last) {
+            let Some(left) = left(&fixed).filter(|_| !routed || modest || is_last) else {
+                continue;
+            };
+            let Some(residency) = self.residency(left)? else { continue };
+            if keep_resident && residency != Some(Residency::Resident) {
                 continue;
             }
-            let Some(residency) = self.residency(left)? else { continue };
             let mut ledger = fixed;
-            let slots = match residency {
-                Some(Residency::Stream { slots }) => slots,
-                _ => 0,
-            };
+            let mut slots = 0;
             match residency {
-                Some(Residency::Stream { slots }) => {
-                    ledger.add("expert slots", slots as u64 * slot)
+                Some(Residency::Stream { slots: n }) => {
+                    slots = n;
+                    ledger.add(SLOTS_LINE, n as u64 * slot);
                 }
-                Some(Residency::Resident) => ledger.add("experts", self.store.resident_bytes()),
+                Some(Residency::Resident) => ledger.add(EXPERTS_LINE, self.store.resident_bytes()),
                 _ => {}
             }
-            ledger.add("kernel and cache reserve", reserve_bytes(budget));
-            return Ok(MemoryPlan {
+            ledger.add(RESERVE_LINE, reserve_bytes(budget));
+            return Ok(Some(MemoryPlan {
                 ledger,
                 budget,
                 minimum,
@@ -113,16 +157,9 @@ impl PlanInput<'_> {
                 chunk: shape.max_rows,
                 context,
                 shape,
-            });
+            }));
         }
-        Err(EngineError::BudgetTooSmall {
-            budget,
-            minimum: self.minimum_as_asked(context),
-            advice: format!(
-                "{context} tokens of context and {:?} keys and values; a shorter --context or a smaller --kv lowers it",
-                self.options.kv()
-            ),
-        })
+        Ok(None)
     }
 
     /// Context in tokens.
@@ -201,7 +238,7 @@ impl PlanInput<'_> {
         let threads = o.threads() + o.io_threads;
         let mut ledger = Ledger::default();
         ledger.add("trunk", trunk + vectors);
-        ledger.add("keys and values", kv);
+        ledger.add(KV_LINE, kv);
         ledger.add("recurrent state", state);
         ledger.add("scratch", scratch + host);
         ledger.add("tokenizer", o.caller_bytes);
@@ -238,6 +275,17 @@ impl PlanInput<'_> {
 }
 
 impl MemoryPlan {
+    /// Whether this plan, for a longer context, gives up next to nothing of another.
+    fn costs_little(&self, other: &MemoryPlan) -> bool {
+        let experts = match (self.residency, other.residency) {
+            (Some(Residency::Stream { slots }), Some(Residency::Stream { slots: had })) => {
+                slots * 16 >= had * 15
+            }
+            (mine, others) => mine == others,
+        };
+        experts && self.chunk >= other.chunk && self.ledger.get(KV_LINE) <= self.budget / 8
+    }
+
     /// One line for people.
     pub fn summary(&self) -> String {
         let experts = match self.residency {
