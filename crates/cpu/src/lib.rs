@@ -17,6 +17,7 @@ mod half_float;
 pub mod matmul;
 pub mod ops;
 pub mod pool;
+pub mod probe;
 pub mod rows;
 pub mod simd;
 pub mod vecmath;

@@ -95,53 +95,65 @@ impl Engine {
     }
 
     fn resize_to(&mut self, budget: u64) -> Result<usize, EngineError> {
-        let (streamed, all) = match self.plan.residency {
-            Some(Residency::Stream { .. }) => (true, false),
-            Some(Residency::Resident) => (false, true),
-            _ => {
-                return Err(EngineError::Refused {
-                    what: "changing the budget".into(),
-                    instead: "only streamed or resident experts can give memory back".into(),
-                });
-            }
-        };
         let elastic = [SLOTS_LINE, EXPERTS_LINE, RESERVE_LINE];
-        let fixed: u64 = {
-            let items = self.plan.ledger.items.iter();
-            items.filter(|i| !elastic.contains(&i.what)).map(|i| i.bytes).sum()
-        };
+        let items = self.plan.ledger.items.iter();
+        let fixed: u64 = items.filter(|i| !elastic.contains(&i.what)).map(|i| i.bytes).sum();
         let reserve = reserve_bytes(budget);
         let left = budget.saturating_sub(fixed + reserve);
-        if all && self.plan.ledger.get(EXPERTS_LINE) <= left {
-            self.plan.budget = budget;
-            return Ok(self.plan.slots);
+        let resident = self.plan.residency == Some(Residency::Resident);
+        if !(resident && self.plan.ledger.get(EXPERTS_LINE) <= left) {
+            let slot = self.elastic.slot_bytes;
+            let slots = left.checked_div(slot).unwrap_or(0) as usize;
+            if slots == 0 && self.elastic.n_experts > 0 {
+                return Err(EngineError::BudgetTooSmall {
+                    budget,
+                    minimum: self.plan.minimum.max(fixed + slot + reserve),
+                    advice: "one expert buffer beside what is loaded already".into(),
+                });
+            }
+            self.set_slots(slots)?;
         }
-        let slot = self.elastic.slot_bytes;
-        let slots = ((left / slot) as usize).min(self.elastic.n_experts);
+        self.plan.ledger.items.retain(|i| i.what != RESERVE_LINE);
+        self.plan.ledger.add(RESERVE_LINE, reserve);
+        self.plan.budget = budget;
+        Ok(self.plan.slots)
+    }
+
+    /// Changes the size of the pool; resident experts are streamed from then on. Returns the slots.
+    ///
+    /// # Errors
+    /// No slots at all; a model without experts, or with mapped ones, which have no pool.
+    pub fn set_slots(&mut self, slots: usize) -> Result<usize, EngineError> {
+        let refused = |instead: &str| {
+            let what = "changing the memory of experts".into();
+            Err(EngineError::Refused { what, instead: instead.into() })
+        };
+        let Some(store) = &mut self.store else {
+            return refused("this model has no routed experts: nothing can give way");
+        };
+        let slots = slots.min(self.elastic.n_experts);
         if slots == 0 {
-            return Err(EngineError::BudgetTooSmall {
-                budget,
-                minimum: self.plan.minimum.max(fixed + slot + reserve),
-                advice: "one expert buffer beside what is loaded already".into(),
-            });
+            return refused("at least one expert must fit");
         }
-        let store = self.store.as_mut().expect("a model with residency has a store");
-        if streamed {
-            store.resize(slots)?;
-        } else {
-            // The resident copy goes before the pool comes.
-            let spec = store.spec().clone();
-            self.store = None;
-            let mode = Residency::Stream { slots };
-            let files = self.files().clone();
-            self.store = Some(open_store(&spec, files, mode, self.elastic.store, &mut |_, _| {})?);
+        match self.plan.residency {
+            Some(Residency::Stream { .. }) => {
+                store.resize(slots)?;
+            }
+            Some(Residency::Resident) => {
+                // The resident copy goes before the pool comes.
+                let spec = store.spec().clone();
+                self.store = None;
+                let mode = Residency::Stream { slots };
+                let files = self.files().clone();
+                let store = open_store(&spec, files, mode, self.elastic.store, &mut |_, _| {})?;
+                self.store = Some(store);
+            }
+            _ => return refused("mapped experts are the system's to page; use --residency stream"),
         }
         self.plan.residency = Some(Residency::Stream { slots });
         self.plan.slots = slots;
-        self.plan.budget = budget;
-        self.plan.ledger.items.retain(|i| !elastic.contains(&i.what));
-        self.plan.ledger.add(SLOTS_LINE, slots as u64 * slot);
-        self.plan.ledger.add(RESERVE_LINE, reserve);
+        self.plan.ledger.items.retain(|i| ![SLOTS_LINE, EXPERTS_LINE].contains(&i.what));
+        self.plan.ledger.add(SLOTS_LINE, slots as u64 * self.elastic.slot_bytes);
         Ok(slots)
     }
 

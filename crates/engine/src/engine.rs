@@ -6,23 +6,23 @@ use std::sync::Arc;
 use forebay_cpu::backend::CpuBackend;
 use forebay_cpu::{Level, Pool};
 use forebay_files::Catalog;
-use forebay_models::{ModelSpec, WeightRef};
+use forebay_models::ModelSpec;
 use forebay_program::{Backend, Program, lower_with};
-use forebay_quant::{MatrixView, PlaneView};
+use forebay_store::pressure::PressureGauge;
 use forebay_store::{
-    ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, StoreOptions, StoreSnapshot,
+    ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, Policy, StoreOptions, StoreSnapshot,
     StoreSpec, memory, open_store,
 };
-use forebay_store::pressure::PressureGauge;
 
-use crate::error::EngineError;
 use crate::elastic::Governor;
+use crate::error::EngineError;
 use crate::options::{EngineOptions, MemoryLimit, ResidencyChoice};
 use crate::pilot::{Pilot, PilotCounts, Prefetch};
-use crate::tap::RoutingTap;
 use crate::plan::{MemoryPlan, PlanInput};
+use crate::rows::RowReader;
 use crate::state::{PagePool, Sequence};
 use crate::stats::Stats;
+use crate::tap::RoutingTap;
 
 /// A model as far as it is known before weights are loaded.
 pub struct Opened {
@@ -48,8 +48,7 @@ impl Opened {
     /// The same for a catalog that is open.
     pub fn from_catalog(catalog: Catalog, options: EngineOptions) -> Result<Opened, EngineError> {
         let spec = forebay_models::read(&catalog)?;
-        let streams =
-            matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
+        let streams = matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
         let pilot = streams && options.prefetch != Prefetch::Off;
         let program = Arc::new(lower_with(&spec, options.precision(), pilot));
         let layers = spec.layers.iter().enumerate().filter_map(|(layer, l)| {
@@ -143,8 +142,8 @@ pub(crate) struct ElasticShape {
 
 /// Where embedding rows come from.
 enum Embedding {
-    /// Read row by row from the file; `row` holds the planes of one row.
-    File { weight: WeightRef, row: [Vec<u8>; 3] },
+    /// Read row by row from the file.
+    File(RowReader),
     /// In memory with the head that is tied to it.
     Tied,
 }
@@ -179,12 +178,14 @@ impl Engine {
         )?;
         let store_options = StoreOptions { io, policy: options.policy };
         let store = match plan.residency {
-            Some(mode) => Some(open_store(&store_spec, files.clone(), mode, store_options, progress)?),
+            Some(mode) => {
+                Some(open_store(&store_spec, files.clone(), mode, store_options, progress)?)
+            }
             None => None,
         };
         let embedding = match program.head.tied {
             true => Embedding::Tied,
-            false => Embedding::file(spec.embedding.clone()),
+            false => Embedding::File(RowReader::new(spec.embedding.clone())),
         };
         let (program_moes, budget) = (program.moes.len(), plan.budget);
         let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages, plan.shape.states);
@@ -240,6 +241,11 @@ impl Engine {
         (self.pilot.counts(), self.pilot.verdict())
     }
 
+    /// Which expert has to go when a slot is needed.
+    pub fn policy(&self) -> Policy {
+        self.elastic.store.policy
+    }
+
     /// How often the budget followed the system since opening.
     pub fn budget_adjustments(&self) -> u64 {
         self.elastic.adjustments
@@ -291,51 +297,13 @@ impl Engine {
         self.hidden.resize(tokens.len() * d, 0.0);
         match &mut self.embedding {
             Embedding::Tied => self.backend.tied_embedding(tokens, &mut self.hidden),
-            Embedding::File { weight, row } => {
-                for plane in &weight.planes {
-                    self.files.check_unchanged(plane.extent.file)?;
-                }
+            Embedding::File(reader) => {
+                reader.check_unchanged(&self.files)?;
                 for (&token, out) in tokens.iter().zip(self.hidden.chunks_exact_mut(d)) {
-                    read_row(&self.files, weight, row, token, out)?;
+                    reader.read(&self.files, token, out)?;
                 }
             }
         }
         Ok(())
     }
-}
-
-impl Embedding {
-    fn file(weight: WeightRef) -> Embedding {
-        let mut row: [Vec<u8>; 3] = Default::default();
-        for (row, plane) in row.iter_mut().zip(&weight.planes) {
-            *row = vec![0; plane.stride as usize];
-        }
-        Embedding::File { weight, row }
-    }
-}
-
-/// Reads row `token` of `weight` and dequantises it into `out` `[cols]`.
-fn read_row(
-    files: &FileSet,
-    weight: &WeightRef,
-    row: &mut [Vec<u8>; 3],
-    token: u32,
-    out: &mut [f32],
-) -> Result<(), EngineError> {
-    for (bytes, plane) in row.iter_mut().zip(&weight.planes) {
-        let extent = forebay_models::Extent {
-            file: plane.extent.file,
-            offset: plane.extent.offset + token as u64 * plane.stride,
-            len: plane.stride,
-        };
-        files.read_exact_at(extent, bytes)?;
-    }
-    let planes: Vec<PlaneView<'_>> = row[..weight.planes.len()]
-        .iter()
-        .map(|bytes| PlaneView { data: bytes, stride: bytes.len() })
-        .collect();
-    let view = MatrixView::new(weight.format, 1, weight.cols, &planes)
-        .expect("a row of the embedding is as long as its stride");
-    forebay_quant::dequantize_row(&view, 0, out);
-    Ok(())
 }

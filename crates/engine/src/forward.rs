@@ -176,7 +176,8 @@ impl Engine {
         phases.plan += clock.elapsed();
         if let Some(pilot) = segment.pilot.as_ref().filter(|_| self.pilot.wanted(pass.rows())) {
             timed(&mut phases.router, || self.backend.run(pass, &pilot.ops))?;
-            store.guess(pilot.moe.0, self.pilot.guessed(pilot.moe, self.backend.guessed(pilot.moe)));
+            store
+                .guess(pilot.moe.0, self.pilot.guessed(pilot.moe, self.backend.guessed(pilot.moe)));
         }
         timed(&mut phases.body, || self.backend.run(pass, &segment.overlap))?;
         let mut leases = Vec::new();

@@ -3,7 +3,7 @@
 //! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`state`] (sequences
 //! and their KV pages), [`forward`] (one batch through the program: the driver), [`sampler`],
 //! [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while running),
-//! [`tap`] (seeing choices).
+//! [`tap`] (seeing choices), [`predict`] (what a budget would give).
 //!
 //! What is not here: kernels (`forebay-cpu`), reads and the expert cache (`forebay-store`), text
 //! (`forebay-text`).
@@ -18,6 +18,8 @@ pub mod generate;
 pub mod options;
 pub mod pilot;
 pub mod plan;
+pub mod predict;
+mod rows;
 pub mod sampler;
 pub mod state;
 pub mod stats;

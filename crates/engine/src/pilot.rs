@@ -72,8 +72,7 @@ struct Trial {
 impl Pilot {
     /// For so many routed layers.
     pub fn new(mode: Prefetch, layers: usize) -> Pilot {
-        let trial =
-            Trial { passes: 0, pause: WARM_UP, times: Default::default(), decided: false };
+        let trial = Trial { passes: 0, pause: WARM_UP, times: Default::default(), decided: false };
         Pilot { mode, counts: vec![PilotCounts::default(); layers], guess: None, trial }
     }
 

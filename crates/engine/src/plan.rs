@@ -30,6 +30,9 @@ const CHUNKS: [usize; 13] = [4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 
 /// Most rows of a chunk where no experts are: more rows would not be quicker.
 const DENSE_CHUNK: usize = 512;
 
+/// Rows up to which a larger chunk is worth many slots.
+const SMALL_CHUNK: usize = 128;
+
 /// Contexts that are tried when none is asked for, if they cost next to nothing.
 const LONGER_CONTEXTS: [usize; 3] = [32_768, 16_384, 8192];
 
@@ -101,7 +104,7 @@ impl PlanInput<'_> {
         }
         for longer in LONGER_CONTEXTS.into_iter().filter(|&c| c <= self.spec.context_length) {
             if let Some(plan) = self.plan_with(budget, longer)?.filter(|p| p.costs_little(&base)) {
-                return Ok(plan);
+                return Ok(MemoryPlan { minimum: base.minimum, ..plan });
             }
         }
         Ok(base)
@@ -127,8 +130,10 @@ impl PlanInput<'_> {
         };
         for &chunk in &chunks {
             let (fixed, shape) = self.fixed(chunk, context);
-            // Scratch may take an eighth of what experts could have.
-            let modest = fixed.total() - smallest.total() <= left(&smallest).unwrap_or(0) / 8;
+            // Scratch may take an eighth of what experts could have; a quarter as long as chunks are so
+            // small that prompts would read most experts again and again.
+            let part = if chunk <= SMALL_CHUNK { 4 } else { 8 };
+            let modest = fixed.total() - smallest.total() <= left(&smallest).unwrap_or(0) / part;
             let is_last = Some(&chunk) == chunks.last();
             let Some(left) = left(&fixed).filter(|_| !routed || modest || is_last) else {
                 continue;
@@ -283,7 +288,7 @@ impl MemoryPlan {
             }
             (mine, others) => mine == others,
         };
-        experts && self.chunk >= other.chunk && self.ledger.get(KV_LINE) <= self.budget / 8
+        experts && self.chunk * 2 >= other.chunk && self.ledger.get(KV_LINE) <= self.budget / 8
     }
 
     /// One line for people.

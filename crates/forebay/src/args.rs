@@ -9,7 +9,8 @@ use std::str::FromStr;
 use clap::builder::BoolishValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use forebay_cpu::Level;
-use forebay_engine::{EngineOptions, MemoryLimit, ResidencyChoice, SamplerParams};
+use forebay_engine::{EngineOptions, MemoryLimit, Prefetch, ResidencyChoice, SamplerParams};
+use forebay_store::Policy;
 
 /// Runs Mixture-of-Experts language models that are larger than memory.
 #[derive(Debug, Parser)]
@@ -41,6 +42,20 @@ pub enum Command {
     #[command(after_help = "Examples:\n  forebay inspect model.gguf --memory 4GiB\n  \
         forebay inspect folder/ --json")]
     Inspect(InspectArgs),
+    /// Say what each memory budget would give: hits, bytes read and tokens per second.
+    #[command(after_help = "Examples:\n  forebay plan model.gguf --memory 4GiB\n  \
+        forebay plan model.gguf --budgets 2GiB,4GiB,8GiB --json\n  \
+        forebay plan model.gguf --prior trace.txt\n  forebay plan openai/gpt-oss-20b\n\n\
+        A model of a hub that is not here yet is planned from its headers. Hits are predicted by \
+        replaying choices of experts: of a trace (see `forebay trace`), drawn from the model's routers, \
+        or uniform.")]
+    Plan(PlanArgs),
+    /// Record which experts a model chooses; replay a recording over policies and slot counts.
+    #[command(after_help = "Examples:\n  \
+        forebay trace model.gguf --prompt \"Why is the sky blue?\" --tokens 256 --out trace.txt\n  \
+        forebay trace model.gguf --prompt-ids ids.json --histogram experts.svg --json\n  \
+        forebay trace replay trace.txt --slots 4,8,16")]
+    Trace(TraceArgs),
     /// Download a model from a Hugging Face hub into the cache that other tools share.
     #[command(after_help = "Examples:\n  forebay pull openai/gpt-oss-20b\n  \
         forebay pull unsloth/gpt-oss-20b-GGUF:Q4_K_M\n  \
@@ -87,6 +102,11 @@ impl Cli {
         match &self.command {
             Command::Run(a) => a.json,
             Command::Inspect(a) => a.json,
+            Command::Plan(a) => a.json,
+            Command::Trace(a) => match &a.command {
+                Some(TraceCommand::Replay(r)) => r.json,
+                None => a.json,
+            },
             Command::Pull(a) => a.json,
             Command::Bench(a) => a.json,
             Command::Tokenize(a) => a.json,
@@ -125,6 +145,19 @@ pub struct Options {
     /// Expert slots per routed layer; the pool is this times the layers.
     #[arg(long, env = "FOREBAY_SLOTS", value_name = "N")]
     pub slots: Option<usize>,
+    /// Which expert has to go when a slot is needed.
+    #[arg(long, env = "FOREBAY_POLICY", default_value_t, value_name = POLICIES)]
+    pub policy: Policy,
+    /// Reading experts ahead that the next layer will probably want.
+    #[arg(long, env = "FOREBAY_PREFETCH", value_enum, default_value = "auto")]
+    pub prefetch: PrefetchArg,
+    /// Whether the memory budget gives way while running, when the system is short of memory or the
+    /// container's limit is lowered.
+    #[arg(long, env = "FOREBAY_ELASTIC", value_enum, default_value = "auto")]
+    pub elastic: SwitchArg,
+    /// Whether experts that were hot in earlier runs are read first.
+    #[arg(long, env = "FOREBAY_WARM", value_enum, default_value = "auto")]
+    pub warm: SwitchArg,
     /// How files are read.
     #[arg(long, env = "FOREBAY_IO", value_enum, default_value = "auto")]
     pub io: IoArg,
@@ -153,6 +186,8 @@ pub struct Options {
     #[arg(long, env = "FOREBAY_SIMD", value_name = "scalar|avx2|avx512|neon")]
     pub simd: Option<Level>,
 }
+
+const POLICIES: &str = "lru|lfu|adaptive|lru-shared|lfu-shared";
 
 /// More compute threads than any machine has cores for.
 const MAX_THREADS: usize = 1024;
@@ -233,6 +268,26 @@ value_enum!(
     }
 );
 value_enum!(
+    /// `--prefetch`
+    PrefetchArg {
+        /// While it is measured to pay
+        Auto,
+        /// Never
+        Off,
+        /// Always, to measure it
+        On,
+    }
+);
+value_enum!(
+    /// `--elastic`, `--warm`
+    SwitchArg {
+        /// Yes, where it can be done
+        Auto,
+        /// Never
+        Off,
+    }
+);
+value_enum!(
     /// `--precision`
     PrecisionArg { Auto, F32, Q8 }
 );
@@ -309,6 +364,13 @@ impl Options {
                 IoArg::Auto | IoArg::Uring => IoMode::Auto,
             },
             io_threads: self.io_threads.min(256),
+            policy: self.policy,
+            prefetch: match self.prefetch {
+                PrefetchArg::Auto => Prefetch::Auto,
+                PrefetchArg::Off => Prefetch::Off,
+                PrefetchArg::On => Prefetch::On,
+            },
+            elastic: self.elastic == SwitchArg::Auto,
             level: self.simd,
             ..EngineOptions::default()
         })
@@ -434,6 +496,84 @@ pub struct RunArgs {
 pub struct InspectArgs {
     #[command(flatten)]
     pub model: ModelArgs,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Where choices of experts come from: auto (router where the weights are here, else uniform),
+    /// router, uniform, or the file of a trace.
+    #[arg(
+        long,
+        env = "FOREBAY_PRIOR",
+        default_value = "auto",
+        value_name = "auto|router|uniform|FILE"
+    )]
+    pub prior: String,
+    /// Budgets to plan for besides --memory; a ladder up to the whole model unless told.
+    #[arg(long, value_delimiter = ',', value_name = "SIZE,...")]
+    pub budgets: Vec<MemoryArg>,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct TraceArgs {
+    #[command(subcommand)]
+    pub command: Option<TraceCommand>,
+    /// A model, as of the other commands.
+    #[arg(required = true)]
+    pub model: Option<PathBuf>,
+    /// Download a model that is not in the cache without asking.
+    #[arg(long, short, env = "FOREBAY_YES", value_parser = BoolishValueParser::new())]
+    pub yes: bool,
+    #[command(flatten)]
+    pub options: Options,
+    /// Prompt, taken as it is.
+    #[arg(long, conflicts_with = "prompt_ids")]
+    pub prompt: Option<String>,
+    /// Token ids instead of text.
+    #[arg(long, value_name = "FILE")]
+    pub prompt_ids: Option<PathBuf>,
+    /// Tokens to generate after the prompt.
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub tokens: usize,
+    /// Seed of the random draws.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Where to write the trace: lines of `layer rows expert expert ...`.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Where to draw layers x experts, as SVG.
+    #[arg(long, value_name = "FILE")]
+    pub histogram: Option<PathBuf>,
+    /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum TraceCommand {
+    /// Hits of a recording for cache policies and slots per layer.
+    Replay(ReplayArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct ReplayArgs {
+    /// The trace.
+    pub file: PathBuf,
+    /// Slots per layer to evaluate; powers of two up to all experts unless told.
+    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    pub slots: Vec<usize>,
+    /// Policies to evaluate; all unless told.
+    #[arg(long, value_delimiter = ',', value_name = "NAME,...")]
+    pub policy: Vec<Policy>,
     /// One JSON document on stdout.
     #[arg(long)]
     pub json: bool,

@@ -13,6 +13,7 @@ mod hub;
 mod measure;
 mod model;
 mod term;
+mod warm;
 
 use std::process::ExitCode;
 
@@ -27,6 +28,8 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(a) => cmd::run::run(a),
         Command::Inspect(a) => cmd::inspect::run(a),
+        Command::Plan(a) => cmd::plan::run(a),
+        Command::Trace(a) => cmd::trace::run(a),
         Command::Pull(a) => cmd::pull::run(a),
         Command::Bench(a) => cmd::bench::run(a),
         Command::Eval(e) => match e.command {

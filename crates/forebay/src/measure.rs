@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use forebay_engine::{Engine, Generated, Phases, Stats};
 use forebay_program::ledger::human;
-use forebay_store::memory;
+use forebay_store::{StoreStats, memory};
 use serde_json::{Map, Value, json};
 
 /// One generation, measured.
@@ -35,9 +35,9 @@ impl Delta {
     pub fn between(a: &Stats, b: &Stats) -> Delta {
         Delta {
             phases: b.phases.since(&a.phases),
-            hits: b.store.hits - a.store.hits,
-            misses: b.store.misses - a.store.misses,
-            disk_bytes: b.store.bytes_read - a.store.bytes_read,
+            hits: b.store.hits.saturating_sub(a.store.hits),
+            misses: b.store.misses.saturating_sub(a.store.misses),
+            disk_bytes: b.store.bytes_read.saturating_sub(a.store.bytes_read),
             busy: b.store.read_busy.saturating_sub(a.store.read_busy),
             memory_bytes: b.memory_bytes - a.memory_bytes,
         }
@@ -117,6 +117,10 @@ impl Report<'_> {
         put("container_peak_bytes", json!(memory::container_peak(Path::new("/"))));
         put("bytes_written", json!(0));
         put("phases_s", self.phases());
+        put("policy", json!(self.engine.policy().name()));
+        put("pilot", crate::cmd::trace::pilot(self.engine));
+        put("guesses", guesses(&self.engine.stats().store));
+        put("budget_adjustments", json!(self.engine.budget_adjustments()));
         put("slots", json!(self.engine.plan.slots));
         put("chunk", json!(self.engine.plan.chunk));
         put("context", json!(self.engine.plan.context));
@@ -165,6 +169,20 @@ impl Report<'_> {
             None => String::new(),
         };
         line("disk", format!("{} per token{disk}", bytes(&j["disk_bytes_per_token"])));
+        if let Some(recall) = number(&j["pilot"]["recall"]) {
+            let precision = number(&j["pilot"]["precision"]).unwrap_or(0.0);
+            line(
+                "guesses",
+                format!(
+                    "{}; recall {:.0}%, precision {:.0}%, {} read ahead, {} of them used",
+                    j["pilot"]["verdict"].as_str().unwrap_or(""),
+                    recall * 100.0,
+                    precision * 100.0,
+                    j["guesses"]["guessed"],
+                    j["guesses"]["used"],
+                ),
+            );
+        }
         let memory = match number(&j["memory_bandwidth_bytes_per_s"]) {
             Some(b) => format!(" of {}/s{}", human(b as u64), percent(&j["memory_fraction"])),
             None => String::new(),
@@ -183,6 +201,15 @@ impl Report<'_> {
             ),
         );
     }
+}
+
+/// What became of reads ahead, since opening.
+fn guesses(store: &StoreStats) -> Value {
+    let g = &store.guesses;
+    json!({
+        "guessed": g.guessed, "used": g.used, "wasted": g.wasted, "withdrawn": g.withdrawn,
+        "bytes": g.bytes, "warmed": store.warmed, "warmed_bytes": store.warmed_bytes,
+    })
 }
 
 fn rate(tokens: f64, seconds: f64) -> Option<f64> {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use forebay_engine::engine::Opened;
 use forebay_engine::{Engine, EngineOptions};
 use forebay_files::Catalog;
+use forebay_program::ledger::human;
 use forebay_store::memory::PeakSampler;
 use forebay_text::{ChatTemplate, Tokenizer, TokenizerOptions};
 
@@ -12,6 +13,7 @@ use crate::args::ModelArgs;
 use crate::failure::usage;
 use crate::hub::Wanted;
 use crate::term::{Bar, note};
+use crate::warm;
 
 /// A loaded model with what a command needs around it.
 pub struct Loaded {
@@ -24,6 +26,24 @@ pub struct Loaded {
     pub load_s: f64,
     /// Samples own memory from the start on.
     pub peak: Option<PeakSampler>,
+    /// What was hot in earlier runs.
+    pub warm: warm::Memory,
+}
+
+impl Loaded {
+    /// Says so if the process takes more of its own memory than the budget allows.
+    pub fn check_budget(&self) {
+        let peak = self.peak.as_ref().map_or(0, |p| p.peak_bytes());
+        let budget = self.engine.plan.budget;
+        if peak > budget {
+            note!(
+                "warning: the process took {} of its own memory, more than the budget of {}: \
+                 please report this with the output of forebay inspect",
+                human(peak),
+                human(budget)
+            );
+        }
+    }
 }
 
 /// The path of a model. One of a hub is looked for in the cache, and else fetched after asking.
@@ -105,6 +125,7 @@ pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow
     let peak = PeakSampler::start();
     let (opened, tokenizer, template) = open(args, adjust)?;
     let recommended = opened.catalog.generation_config().cloned();
+    let warm = warm::Memory::new(&opened.catalog.header_hash, args.options.warm);
     let bar = Bar::bytes("loading");
     let engine = Engine::load(opened, &mut |done, total| {
         bar.set(done, total);
@@ -120,7 +141,9 @@ pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow
     for note in engine.notes().iter().chain(&engine.spec.notes) {
         note!("note: {note}");
     }
-    Ok(Loaded { engine, tokenizer, template, recommended, load_s, peak })
+    let loaded = Loaded { engine, tokenizer, template, recommended, load_s, peak, warm };
+    loaded.check_budget();
+    Ok(loaded)
 }
 
 /// Token ids from a file: a JSON array (or an object with one), or numbers apart by blanks or commas.

@@ -373,6 +373,8 @@ impl<'a> Lowering<'a> {
         };
         let moe = MoeId(self.moes.len());
         self.push(Op::Route { logits, moe });
+        // Before `out` comes to life, so that the guess takes no memory of its own.
+        self.guess_after(layer, MoeId(moe.0 + 1), hidden);
         let out = self.buffer(r.router.top_k * self.spec.hidden_size);
         let expert_scale = r.router.expert_scale.as_ref().map(|s| self.vector(s, false, 1.0));
         let biases = r.experts.biases.iter();
@@ -393,7 +395,6 @@ impl<'a> Lowering<'a> {
             out,
         });
         self.segments.last_mut().expect("there is always one").moe = Some(moe);
-        self.guess_after(layer, hidden);
         self.into = Into::Overlap;
         let dense_out = dense.map(|d| {
             let x = if d.norm == r.norm { x } else { self.normed(hidden, &d.norm) };
@@ -426,17 +427,17 @@ impl<'a> Lowering<'a> {
         (x, logits)
     }
 
-    /// The pilot of the routed layer after `layer`.
-    fn guess_after(&mut self, layer: usize, hidden: BufferId) {
+    /// The pilot of `moe`, the routed layer after `layer`.
+    fn guess_after(&mut self, layer: usize, moe: MoeId, hidden: BufferId) {
         let spec = self.spec;
         let next = spec.layers.iter().skip(layer + 1).find_map(|l| l.ffn.routed.as_ref());
         let Some(next) = next.filter(|_| self.pilot) else { return };
-        let moe = MoeId(self.moes.len());
         let segment = self.segments.last_mut().expect("there is always one");
         segment.pilot = Some(Pilot { ops: Vec::new(), moe });
         self.into = Into::Pilot;
         let (_, logits) = self.router(next, hidden);
         self.push(Op::Guess { logits, moe });
+        self.into = Into::Ops;
     }
 
     fn finish(mut self, hidden: BufferId) -> Program {

@@ -193,6 +193,10 @@ impl ExpertStore for PresentStore {
         self.pass = None;
     }
 
+    fn spec(&self) -> &StoreSpec {
+        &self.spec
+    }
+
     fn stats(&self) -> StoreStats {
         self.stats.clone()
     }

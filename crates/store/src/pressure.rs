@@ -76,7 +76,11 @@ mod tests {
         put(dir.path(), "proc/pressure/memory", CALM);
         assert_eq!(gauge.read().some_avg10, Some(0.0));
         put(dir.path(), "proc/self/cgroup", "0::/app\n");
-        put(dir.path(), "sys/fs/cgroup/app/memory.pressure", &CALM.replace("avg10=0.00", "avg10=31.5"));
+        put(
+            dir.path(),
+            "sys/fs/cgroup/app/memory.pressure",
+            &CALM.replace("avg10=0.00", "avg10=31.5"),
+        );
         put(dir.path(), "sys/fs/cgroup/app/memory.max", "1048576\n");
         assert_eq!(gauge.read(), Pressure { some_avg10: Some(31.5), limit: Some(1 << 20) });
     }

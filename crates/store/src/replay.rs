@@ -14,20 +14,34 @@ pub fn replay<E: AsRef<[u16]>>(
     policy: Policy,
     slots: usize,
 ) -> Result<Vec<LayerStats>, StoreError> {
+    let mut found = vec![LayerStats::default(); experts_of_layer.len()];
+    replay_each(experts_of_layer, passes, policy, slots, &mut |layer, hits, misses| {
+        found[layer].hits += hits;
+        found[layer].misses += misses;
+    })?;
+    Ok(found)
+}
+
+/// The same, telling of every pass: (MoE layer, hits, misses).
+pub fn replay_each<E: AsRef<[u16]>>(
+    experts_of_layer: &[usize],
+    passes: impl IntoIterator<Item = (usize, E)>,
+    policy: Policy,
+    slots: usize,
+    tell: &mut dyn FnMut(usize, u64, u64),
+) -> Result<(), StoreError> {
     if slots == 0 {
         return Err(StoreError::NoSlots { slot_bytes: 0 });
     }
     let slots = slots.min(experts_of_layer.iter().sum());
     let mut cache = Cache::new(slots, experts_of_layer, policy);
-    let mut found = vec![LayerStats::default(); experts_of_layer.len()];
     for (nth, (layer, experts)) in passes.into_iter().enumerate() {
         let experts = experts.as_ref();
         check(experts_of_layer, nth as u64, layer, experts)?;
         let hits = pass(&mut cache, layer, experts);
-        found[layer].hits += hits;
-        found[layer].misses += experts.len() as u64 - hits;
+        tell(layer, hits, experts.len() as u64 - hits);
     }
-    Ok(found)
+    Ok(())
 }
 
 fn check(of_layer: &[usize], pass: u64, layer: usize, experts: &[u16]) -> Result<(), StoreError> {

@@ -116,6 +116,9 @@ pub trait ExpertStore: Send {
         let _ = experts;
     }
 
+    /// The experts it was opened for.
+    fn spec(&self) -> &StoreSpec;
+
     /// What is in memory now.
     fn snapshot(&self) -> StoreSnapshot {
         StoreSnapshot::default()

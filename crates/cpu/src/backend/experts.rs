@@ -6,7 +6,9 @@
 
 use std::ops::Range;
 
-use forebay_program::{BackendError, BufferId, ExpertMatrices, Moe, MoeId, Operand, Program};
+use forebay_program::{
+    BackendError, BufferId, ExpertMatrices, Moe, MoeId, Operand, Program, Routing,
+};
 use forebay_quant::Q8Rows;
 
 use super::{CpuBackend, buffer_range, view_bytes};

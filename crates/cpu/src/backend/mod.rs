@@ -9,7 +9,7 @@ mod recurrent;
 
 use std::ops::Range;
 
-use forebay_models::WeightRef;
+use forebay_models::{VectorRef, WeightRef};
 use forebay_program::{
     AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, MoeId,
     Op, Operand, Pass, Program, Routing, Vector, VectorForm,
@@ -518,16 +518,20 @@ fn view_bytes(m: &MatrixView<'_>) -> u64 {
     m.format().matrix_bytes(m.rows(), m.cols()).unwrap_or(0)
 }
 
-fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError> {
-    let v = &vector.source;
+/// Reads a stored vector as f32.
+pub fn read_vector(files: &FileSet, v: &VectorRef) -> Result<Vec<f32>, StoreError> {
     let mut bytes = vec![0; v.extent.len as usize];
     files.read_exact_at(v.extent, &mut bytes)?;
     let item = v.format.planes()[0].bytes;
     let mut all = vec![0.0; bytes.len() / item];
     forebay_quant::decode_floats(v.format, &bytes, &mut all);
+    Ok(all.into_iter().step_by(v.stride).take(v.len).collect())
+}
+
+fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError> {
     let add = if vector.plus_one { 1.0 } else { 0.0 };
     let finish = |x: f32| (x + add) * vector.factor;
-    let plain: Vec<f32> = all.into_iter().step_by(v.stride).take(v.len).map(finish).collect();
+    let plain: Vec<f32> = read_vector(files, &vector.source)?.into_iter().map(finish).collect();
     Ok(match vector.form {
         VectorForm::Plain => plain,
         VectorForm::NegativeExp => plain.into_iter().map(|x| -vecmath::exp(x)).collect(),

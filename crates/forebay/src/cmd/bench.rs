@@ -44,6 +44,7 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         bar.set(i as u64 + 1, args.repeat as u64);
     }
     bar.clear();
+    loaded.check_budget();
     let report = Report {
         samples: &samples,
         load_s: loaded.load_s,

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use forebay_engine::EngineError;
 use forebay_engine::engine::Opened;
+use forebay_engine::{EngineError, MemoryPlan};
 use forebay_program::ledger::human;
-use serde_json::json;
+use forebay_text::{ChatTemplate, Tokenizer};
+use serde_json::{Map, Value, json};
 
 use crate::args::InspectArgs;
 use crate::model;
@@ -14,64 +15,112 @@ use crate::term::say;
 
 pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
     let (opened, tokenizer, template) = model::look(&args.model)?;
-    let formats = formats(&opened);
-    let spec = &opened.spec;
-    let mut warnings = spec.notes.clone();
-    if template.is_none() {
-        warnings.push("no chat template: prompts are taken as they are".into());
+    let about = About::new(&opened, &tokenizer, template.as_ref());
+    match args.json {
+        true => say!("{}", Value::Object(about.json()))?,
+        false => {
+            about.print()?;
+            if let Ok(p) = &about.plan {
+                say!("\n{}\n{}", p.summary(), p.ledger)?;
+            }
+            say!("smallest workable budget: {} MiB", about.minimum().div_ceil(1 << 20))?;
+        }
     }
-    if let Some(name) = tokenizer.approximated() {
-        warnings.push(format!("pre-tokenizer {name:?} is approximated"));
+    match about.plan {
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        // The document is on stdout already, and one is all that programs expect there.
+        Err(e) => Ok(crate::failure::report(&e.into(), false)),
     }
-    if tokenizer.vocab_size() > spec.vocab_size {
-        warnings.push(format!(
-            "the tokenizer has {} tokens and the embedding {} rows",
-            tokenizer.vocab_size(),
-            spec.vocab_size
-        ));
+}
+
+/// What is known of a model before it is loaded.
+pub struct About<'a> {
+    opened: &'a Opened,
+    /// What the budget buys, or why it does not do.
+    pub plan: Result<MemoryPlan, EngineError>,
+    has_template: bool,
+    /// Everything odd.
+    pub warnings: Vec<String>,
+}
+
+impl<'a> About<'a> {
+    pub fn new(
+        opened: &'a Opened,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+    ) -> About<'a> {
+        let spec = &opened.spec;
+        let mut warnings = spec.notes.clone();
+        if template.is_none() {
+            warnings.push("no chat template: prompts are taken as they are".into());
+        }
+        if let Some(name) = tokenizer.approximated() {
+            warnings.push(format!("pre-tokenizer {name:?} is approximated"));
+        }
+        if tokenizer.vocab_size() > spec.vocab_size {
+            warnings.push(format!(
+                "the tokenizer has {} tokens and the embedding {} rows",
+                tokenizer.vocab_size(),
+                spec.vocab_size
+            ));
+        }
+        About { opened, plan: opened.plan(), has_template: template.is_some(), warnings }
     }
-    let plan = opened.plan();
-    let minimum = match &plan {
-        Ok(p) => p.minimum,
-        Err(EngineError::BudgetTooSmall { minimum, .. }) => *minimum,
-        Err(_) => 0,
-    };
-    let experts = spec.layers.iter().find_map(|l| l.ffn.routed.as_ref()).map(|r| {
-        json!({
-            "count": r.experts.weights.len(),
-            "per_token": r.router.top_k,
-            "layers": opened.store.layers.len(),
-            "bytes": opened.store.slot_bytes(),
-            "total_bytes": opened.store.total_bytes(),
-        })
-    });
-    let parameters = parameters(&opened);
-    if args.json {
-        let ledger: Vec<_> = plan.iter().flat_map(|p| &p.ledger.items).collect();
-        let ledger: Vec<_> =
-            ledger.iter().map(|i| json!({ "what": i.what, "bytes": i.bytes })).collect();
+
+    /// Smallest workable budget; 0 where that is not what is wrong.
+    pub fn minimum(&self) -> u64 {
+        match &self.plan {
+            Ok(p) => p.minimum,
+            Err(EngineError::BudgetTooSmall { minimum, .. }) => *minimum,
+            Err(_) => 0,
+        }
+    }
+
+    fn experts(&self) -> Option<Value> {
+        let store = &self.opened.store;
+        let mut layers = self.opened.spec.layers.iter();
+        let routed = layers.find_map(|l| l.ffn.routed.as_ref())?;
+        Some(json!({
+            "count": routed.experts.weights.len(),
+            "per_token": routed.router.top_k,
+            "layers": store.layers.len(),
+            "bytes": store.slot_bytes(),
+            "total_bytes": store.total_bytes(),
+        }))
+    }
+
+    /// The fields that programs rely on.
+    pub fn json(&self) -> Map<String, Value> {
+        let spec = &self.opened.spec;
+        let ledger = self.plan.iter().flat_map(|p| &p.ledger.items);
+        let ledger: Vec<_> = ledger.map(|i| json!({ "what": i.what, "bytes": i.bytes })).collect();
         let out = json!({
             "family": spec.family,
-            "formats": formats,
-            "parameters": parameters,
-            "experts": experts,
+            "formats": formats(self.opened),
+            "parameters": parameters(self.opened),
+            "experts": self.experts(),
             "layers": spec.layers.len(),
             "hidden_size": spec.hidden_size,
             "vocab_size": spec.vocab_size,
             "context_length": spec.context_length,
-            "chat_template": template.is_some(),
+            "chat_template": self.has_template,
             "eos_ids": spec.eos_ids,
-            "file_bytes": opened.catalog.files.iter().map(|f| f.len).sum::<u64>(),
+            "file_bytes": self.opened.catalog.files.iter().map(|f| f.len).sum::<u64>(),
             "ledger": ledger,
-            "minimum_bytes": minimum,
-            "warnings": warnings,
+            "minimum_bytes": self.minimum(),
+            "warnings": self.warnings,
         });
-        say!("{out}")?;
-    } else {
-        say!("{}", opened.catalog.display_path())?;
+        let Value::Object(out) = out else { unreachable!("just made") };
+        out
+    }
+
+    /// For people: what the model is.
+    pub fn print(&self) -> anyhow::Result<()> {
+        let Opened { spec, store, catalog, .. } = self.opened;
+        say!("{}", catalog.display_path())?;
         let line = |what: &str, text: String| say!("  {what:<16} {text}");
         line("family", spec.family.into())?;
-        line("parameters", format!("{:.2} billion", parameters as f64 / 1e9))?;
+        line("parameters", format!("{:.2} billion", parameters(self.opened) as f64 / 1e9))?;
         line(
             "shape",
             format!(
@@ -82,7 +131,7 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
                 spec.context_length
             ),
         )?;
-        if let Some(e) = &experts {
+        if let Some(e) = self.experts() {
             line(
                 "experts",
                 format!(
@@ -90,27 +139,19 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
                     e["count"],
                     e["layers"],
                     e["per_token"],
-                    human(opened.store.slot_bytes()),
-                    human(opened.store.total_bytes()),
+                    human(store.slot_bytes()),
+                    human(store.total_bytes()),
                 ),
             )?;
         }
-        for (format, bytes) in &formats {
-            line("weights", format!("{format}: {}", human(*bytes)))?;
+        for (format, bytes) in formats(self.opened) {
+            line("weights", format!("{format}: {}", human(bytes)))?;
         }
-        line("chat template", if template.is_some() { "yes" } else { "no" }.into())?;
-        for w in &warnings {
+        line("chat template", if self.has_template { "yes" } else { "no" }.into())?;
+        for w in &self.warnings {
             line("note", w.clone())?;
         }
-        if let Ok(p) = &plan {
-            say!("\n{}\n{}", p.summary(), p.ledger)?;
-        }
-        say!("smallest workable budget: {} MiB", minimum.div_ceil(1 << 20))?;
-    }
-    match plan {
-        Ok(_) => Ok(ExitCode::SUCCESS),
-        // The document is on stdout already, and one is all that programs expect there.
-        Err(e) => Ok(crate::failure::report(&e.into(), false)),
+        Ok(())
     }
 }
 

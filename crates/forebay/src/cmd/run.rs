@@ -42,6 +42,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         eos_ids,
     };
     let mut out = Output::new(&loaded, &args);
+    loaded.warm.recall(&mut loaded.engine);
     let before = loaded.engine.stats();
     let mut after_prompt: Option<Stats> = None;
     let mut write_error = None;
@@ -75,6 +76,8 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     if let Some(e) = write_error {
         return Err(e.into());
     }
+    loaded.warm.remember(&loaded.engine);
+    loaded.check_budget();
     let after = loaded.engine.stats();
     let middle = after_prompt.unwrap_or_else(|| after.clone());
     let sample = Sample::new(prompt.len(), &generated, [&before, &middle, &after]);

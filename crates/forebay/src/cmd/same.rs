@@ -1,5 +1,5 @@
-//! `eval same`: one prompt over residencies, slots, chunks, threads and vector widths; all logits of all
-//! positions must agree in every bit.
+//! `eval same`: one prompt over residencies, slots, chunks, threads, vector widths and ways of streaming;
+//! all logits of all positions must agree in every bit.
 
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
@@ -7,11 +7,12 @@ use std::sync::atomic::AtomicBool;
 use forebay_cpu::Level;
 use forebay_engine::engine::Opened;
 use forebay_engine::sampler::argmax;
-use forebay_engine::{Batch, Control, Engine, EngineOptions, ResidencyChoice};
+use forebay_engine::{Batch, Control, Engine, EngineOptions, Prefetch, ResidencyChoice};
+use forebay_store::{IoMode, Policy};
 use forebay_text::Specials;
 use serde_json::json;
 
-use crate::args::{Options, SameArgs};
+use crate::args::{IoArg, Options, PrefetchArg, SameArgs};
 use crate::failure::usage;
 use crate::model;
 use crate::term::{Bar, interruption, say};
@@ -24,11 +25,27 @@ struct Combination {
     chunk: usize,
     threads: usize,
     level: Level,
+    manner: Manner,
+}
+
+/// How experts are streamed. Every streamed combination takes the next one in turn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Manner {
+    policy: Policy,
+    prefetch: Prefetch,
+    io: IoMode,
+    /// The pool grows and shrinks from pass to pass.
+    elastic: bool,
 }
 
 impl Combination {
     fn json(&self) -> serde_json::Value {
+        let Manner { policy, prefetch, io, elastic } = self.manner;
         json!({
+            "policy": policy.name(),
+            "prefetch": prefetch == Prefetch::On,
+            "io": format!("{io:?}").to_lowercase(),
+            "elastic": elastic,
             "residency": format!("{:?}", self.residency).to_lowercase(),
             "slots": self.slots,
             "chunk": self.chunk,
@@ -110,6 +127,8 @@ fn combinations(opened: &Opened, given: &Options) -> Vec<Combination> {
         Some(level) => vec![level],
         None => Level::available().into_iter().rev().collect(),
     };
+    let manners = manners(opened, given);
+    let mut manners = manners.iter().copied().cycle();
     let threads = given.threads.map_or(vec![1, 2, 3], |n| vec![n]);
     let chunks = given.chunk.map_or(vec![64, 16, 3, 1], |n| vec![n]);
     let mut out = Vec::new();
@@ -117,12 +136,45 @@ fn combinations(opened: &Opened, given: &Options) -> Vec<Combination> {
         for &threads in &threads {
             for &chunk in &chunks {
                 for &(residency, slots) in &places {
-                    out.push(Combination { residency, slots, chunk, threads, level });
+                    let manner = manners.next().expect("there is at least one");
+                    out.push(Combination { residency, slots, chunk, threads, level, manner });
                 }
             }
         }
     }
     out
+}
+
+/// All manners; an option that was given is not varied.
+fn manners(opened: &Opened, given: &Options) -> Vec<Manner> {
+    let policies = match given.policy == Policy::default() {
+        true => Policy::ALL.to_vec(),
+        false => vec![given.policy],
+    };
+    let guesses = match given.prefetch {
+        PrefetchArg::Auto => vec![Prefetch::On, Prefetch::Off],
+        _ => vec![opened.options.prefetch],
+    };
+    let ios = match given.io {
+        IoArg::Auto => vec![IoMode::Auto, IoMode::Buffered],
+        _ => vec![opened.options.io],
+    };
+    let mut out = Vec::new();
+    for policy in policies {
+        for &prefetch in &guesses {
+            for &io in &ios {
+                for elastic in [false, true] {
+                    out.push(Manner { policy, prefetch, io, elastic });
+                }
+            }
+        }
+    }
+    out
+}
+
+/// Slots of the pool for a pass: as many as asked for, more, fewer, one, in turn.
+fn slots_in_turn(asked: usize, pass: usize) -> usize {
+    [asked, asked.div_ceil(2), asked + 3, 1, asked * 2][pass % 5].max(1)
 }
 
 /// Hash over the bits of all logits: of every position of the prompt, then of greedy tokens.
@@ -139,6 +191,9 @@ fn hash_of(
         o.chunk = Some(c.chunk);
         o.threads = Some(c.threads);
         o.level = Some(c.level);
+        o.policy = c.manner.policy;
+        o.prefetch = c.manner.prefetch;
+        o.io = c.manner.io;
     };
     let (opened, ..) = model::open(&args.model, adjust)?;
     let mut engine = Engine::load(opened, &mut |_, _| {})?;
@@ -146,11 +201,17 @@ fn hash_of(
     let mut hasher = blake3::Hasher::new();
     let mut last = 0;
     let mut tokens = prompt.to_vec();
-    let mut done = 0;
+    let (mut done, mut pass) = (0, 0);
     while done < prompt.len() + args.tokens {
         let n = (tokens.len() - done).min(engine.plan.chunk);
         let batch = Batch::single(&tokens[done..done + n], (0..n as u32).collect());
         let mut control = Control { cancel, progress: &mut |_, _| {} };
+        if let (ResidencyChoice::Stream, Some(slots), true) =
+            (c.residency, c.slots, c.manner.elastic)
+        {
+            engine.set_slots(slots_in_turn(slots, pass))?;
+        }
+        pass += 1;
         engine.forward(&batch, &mut [&mut sequence], &mut control, &mut |_, logits| {
             for l in logits {
                 hasher.update(&l.to_bits().to_le_bytes());

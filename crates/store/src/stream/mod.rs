@@ -300,6 +300,10 @@ impl ExpertStore for StreamStore {
         }
     }
 
+    fn spec(&self) -> &StoreSpec {
+        &self.spec
+    }
+
     fn stats(&self) -> StoreStats {
         let mut stats = self.stats.clone();
         stats.guesses.wasted = self.cache.wasted();
