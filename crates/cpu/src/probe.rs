@@ -86,7 +86,7 @@ mod tests {
         let pool = Pool::new(1);
         for format in Format::all() {
             for q8 in [false, true] {
-                let speed = measure(&pool, Level::best(), format, q8);
+                let speed = measure(&pool, Level::best(), *format, q8);
                 assert!(speed.one_row > 0.0 && speed.many_rows > 0.0, "{format:?}");
             }
         }
