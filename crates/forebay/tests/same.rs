@@ -240,3 +240,46 @@ fn a_full_context_is_refused_and_what_is_there_stays() {
     assert!(matches!(result, Err(EngineError::ContextExceeded { prompt: 161, context: 160 })));
     assert_eq!(sequence.len(), 160);
 }
+
+/// The budget goes down to the smallest and up again while sequences run; resident experts give way to a
+/// pool. No bit changes, and a budget that is too small changes nothing.
+#[test]
+fn budgets_that_change_while_running() {
+    for name in [GPT_OSS, QWEN3_MOE, "tiny-gemma4-mlx4", "tiny-qwen3.5-moe/qwen3_5_moe-Q4_K_M.gguf"]
+    {
+        for residency in [ResidencyChoice::Stream, ResidencyChoice::Resident] {
+            let options = EngineOptions {
+                residency,
+                threads: Some(2),
+                chunk: Some(16),
+                context: Some(160),
+                memory: forebay_engine::MemoryLimit::Bytes(1 << 30),
+                ..EngineOptions::default()
+            };
+            let opened = Opened::open(&model(name), options).unwrap();
+            let mut engine = Engine::load(opened, &mut |_, _| {}).unwrap();
+            let text = &texts()[1];
+            let wanted = alone(&mut engine, text, 16);
+            let fixed = {
+                let items = engine.plan.ledger.items.iter();
+                let fixed = items
+                    .filter(|i| !i.what.starts_with("expert") && !i.what.starts_with("kernel"));
+                fixed.map(|i| i.bytes).sum::<u64>() + (64 << 20)
+            };
+            let (mut sequence, mut got) = (engine.new_sequence(), Vec::new());
+            for (i, part) in text.chunks(9).enumerate() {
+                let more = [1 << 20, 3 << 20, 500_000, 900 << 20][i % 4];
+                let slots = engine.set_budget(fixed + more).unwrap();
+                assert_eq!(engine.plan.budget, fixed + more);
+                let pool = engine.plan.ledger.total() - fixed;
+                assert!(slots >= 1 && pool <= more, "{name}: {slots} slots, {pool} of {more}");
+                got.extend(extend(&mut engine, &mut sequence, part, 4));
+                let (before, plan) = (engine.snapshot().slots, engine.plan.slots);
+                let refused = engine.set_budget(fixed).unwrap_err();
+                assert!(matches!(refused, EngineError::BudgetTooSmall { .. }), "{refused}");
+                assert_eq!((engine.snapshot().slots, engine.plan.slots), (before, plan));
+            }
+            assert!(got == wanted, "{name} {residency:?}");
+        }
+    }
+}
