@@ -1,5 +1,6 @@
-//! Development chores: `cargo xtask check | arrows | matrix | synth`.
+//! Development chores: `cargo xtask check | arrows | matrix | synth | bench`.
 
+mod bench;
 mod matrix;
 mod synth;
 
@@ -45,8 +46,9 @@ fn main() -> ExitCode {
             Ok(())
         }
         "synth" => synth::run(args.collect()),
+        "bench" => bench::run(args.collect()),
         _ => {
-            eprintln!("usage: cargo xtask check | arrows | matrix | synth NAME OUT");
+            eprintln!("usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL");
             return ExitCode::from(2);
         }
     };
