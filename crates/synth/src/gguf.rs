@@ -103,7 +103,7 @@ fn ggml_type(fill: Fill) -> u32 {
     match fill {
         Fill::F32 { .. } | Fill::F32Rows { .. } => 0,
         Fill::Q8_0 => 8,
-        Fill::Q4K => 12,
+        Fill::Q4K { .. } => 12,
         Fill::Q6K => 14,
         Fill::Mxfp4 => 39,
         Fill::Bf16 { .. } | Fill::Bf16Rows { .. } | Fill::Codes => {

@@ -21,8 +21,8 @@ pub enum Fill {
     Mxfp4,
     /// GGUF Q8_0: 34 bytes per 32.
     Q8_0,
-    /// GGUF Q4_K: 144 bytes per 256.
-    Q4K,
+    /// GGUF Q4_K: 144 bytes per 256, weights so many times the usual deviation.
+    Q4K { gain: f32 },
     /// GGUF Q6_K: 210 bytes per 256.
     Q6K,
 }
@@ -35,7 +35,7 @@ impl Fill {
             Fill::Bf16 { .. } | Fill::Bf16Rows { .. } => (1, 2),
             Fill::Mxfp4 => (32, 17),
             Fill::Q8_0 => (32, 34),
-            Fill::Q4K => (256, 144),
+            Fill::Q4K { .. } => (256, 144),
             Fill::Q6K => (256, 210),
         }
     }
@@ -134,7 +134,7 @@ impl Noise {
                 }
                 Ok(())
             }
-            Fill::Codes | Fill::Mxfp4 | Fill::Q8_0 | Fill::Q4K | Fill::Q6K => {
+            Fill::Codes | Fill::Mxfp4 | Fill::Q8_0 | Fill::Q4K { .. } | Fill::Q6K => {
                 self.windows(fill, elements, sink)
             }
         }
@@ -185,10 +185,12 @@ fn pool(fill: Fill, rng: &mut Rng) -> Vec<u8> {
         };
         match fill {
             Fill::Q8_0 => scale(0, 0.0002),
-            Fill::Q4K => {
-                // d and dmin; sub-scales and minima are random 6-bit numbers.
-                scale(0, 0.0001);
-                scale(2, 0.0002);
+            Fill::Q4K { gain } => {
+                // d and dmin; sub-scales and minima are random 6-bit numbers, codes 4-bit ones: with
+                // dmin = 7.5 d the weights' mean is zero. Were it not, one direction would grow from
+                // layer to layer until all tokens chose the same experts.
+                scale(0, 0.00006 * gain);
+                scale(2, 0.00045 * gain);
             }
             Fill::Q6K => scale(208, 0.00001),
             Fill::Mxfp4 => block[0] = 119 + (block[0] & 1),

@@ -10,7 +10,14 @@ use serde_json::{Map, Value, json};
 use crate::noise::Fill;
 
 /// Spread of the router rows' lengths: the deviation of their logarithm.
-const ROUTER_SPREAD: f32 = 0.5;
+const ROUTER_SPREAD: f32 = 0.4;
+
+/// Embeddings are so many times larger than other weights, but for gpt-oss: layers then add to a token
+/// without drowning it, so that different tokens choose different experts.
+const EMBEDDING_GAIN: f32 = 30.0;
+
+/// Weights of Gemma's norms after a branch, for the same reason.
+const POST_NORM: f32 = 0.15;
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq)]
@@ -131,7 +138,7 @@ pub fn qwen3_30b(layers: Option<usize>) -> GgufShape {
     let layers = layers.unwrap_or(48);
     let (d, inner, vocab, heads, kv, hd, experts) = (2048u64, 768, 151_936, 32, 4, 128, 128);
     let mut t = GgufTensors(Vec::new());
-    t.add("token_embd.weight", &[vocab, d], Fill::Q4K);
+    t.add("token_embd.weight", &[vocab, d], Fill::Q4K { gain: EMBEDDING_GAIN });
     for layer in 0..layers {
         let name = |part: &str| format!("blk.{layer}.{part}");
         t.add(name("attn_norm.weight"), &[d], ONES);
@@ -139,15 +146,15 @@ pub fn qwen3_30b(layers: Option<usize>) -> GgufShape {
         for (part, rows, cols) in
             [("q", heads * hd, d), ("k", kv * hd, d), ("v", kv * hd, d), ("output", d, heads * hd)]
         {
-            t.add(name(&format!("attn_{part}.weight")), &[rows, cols], Fill::Q4K);
+            t.add(name(&format!("attn_{part}.weight")), &[rows, cols], Fill::Q4K { gain: 1.0 });
         }
         t.add(name("attn_q_norm.weight"), &[hd], ONES);
         t.add(name("attn_k_norm.weight"), &[hd], ONES);
         let router = Fill::F32Rows { std: 0.02, spread: ROUTER_SPREAD, row: d };
         t.add(name("ffn_gate_inp.weight"), &[experts, d], router);
         for (part, rows, cols, fill) in [
-            ("gate", inner, d, Fill::Q4K),
-            ("up", inner, d, Fill::Q4K),
+            ("gate", inner, d, Fill::Q4K { gain: 1.0 }),
+            ("up", inner, d, Fill::Q4K { gain: 1.0 }),
             ("down", d, inner, Fill::Q6K),
         ] {
             t.add(name(&format!("ffn_{part}_exps.weight")), &[experts, rows, cols], fill);
@@ -202,21 +209,25 @@ impl MlxTensors {
 
     /// A matrix, or a stack of them, in 4 bits.
     fn matrix(&mut self, name: &str, dims: &[u64]) {
-        self.affine(name, dims, 4, 0.0);
+        self.affine(name, dims, 4, 0.0, 1.0);
+    }
+
+    fn embedding(&mut self, dims: &[u64], gain: f32) {
+        self.affine("language_model.model.embed_tokens", dims, 4, 0.0, gain);
     }
 
     /// A router or gate in 8 bits, its rows of different lengths.
     fn router(&mut self, name: &str, dims: &[u64]) {
         self.quantization.insert(name.into(), json!({ "group_size": GROUP, "bits": 8 }));
-        self.affine(name, dims, 8, ROUTER_SPREAD);
+        self.affine(name, dims, 8, ROUTER_SPREAD, 1.0);
     }
 
-    /// `w = scale * code + bias`, codes uniform: a deviation of about 0.015.
-    fn affine(&mut self, name: &str, dims: &[u64], bits: u64, spread: f32) {
+    /// `w = scale * code + bias`, codes uniform: a deviation of about 0.015 times `gain`.
+    fn affine(&mut self, name: &str, dims: &[u64], bits: u64, spread: f32, gain: f32) {
         let (outer, cols) = dims.split_at(dims.len() - 1);
         let with = |last: u64| outer.iter().copied().chain([last]).collect::<Vec<u64>>();
         let levels = ((1u64 << bits) - 1) as f32;
-        let scale = 0.015 * 12f32.sqrt() / levels;
+        let scale = gain * 0.015 * 12f32.sqrt() / levels;
         let groups = cols[0] / GROUP;
         let salt = self.tensors.len() as u64;
         let per_group = |value| Fill::Bf16Rows { value, spread, row: groups, salt };
@@ -235,7 +246,7 @@ pub fn gemma4_26b(layers: Option<usize>) -> MlxShape {
     let layers = layers.unwrap_or(30);
     let (d, dense, inner, vocab, heads, experts) = (2816, 2112, 704, 262_144, 16, 128);
     let mut t = MlxTensors::new();
-    t.matrix("language_model.model.embed_tokens", &[vocab, d]);
+    t.embedding(&[vocab, d], 1.0);
     let is_full = |layer: usize| layer % 6 == 5;
     for layer in 0..layers {
         let name = |part: &str| format!("language_model.model.layers.{layer}.{part}");
@@ -249,7 +260,9 @@ pub fn gemma4_26b(layers: Option<usize>) -> MlxShape {
             "post_feedforward_layernorm_1",
             "post_feedforward_layernorm_2",
         ] {
-            t.dense(name(&format!("{part}.weight")), &[d], 1.0, 0.0);
+            let adds = ["post_attention_layernorm", "post_feedforward_layernorm"].contains(&part);
+            let mean = if adds { POST_NORM } else { 1.0 };
+            t.dense(name(&format!("{part}.weight")), &[d], mean, 0.0);
         }
         t.dense(name("layer_scalar"), &[1], 1.0, 0.0);
         t.matrix(&name("self_attn.q_proj"), &[heads * hd, d]);
@@ -345,7 +358,7 @@ fn hybrid(shape: &Hybrid) -> MlxShape {
     let (vocab, hd, key_heads, dk) = (248_320, 256, 16, 128);
     let channels = 2 * key_heads * dk + value_heads * dk;
     let mut t = MlxTensors::new();
-    t.matrix("language_model.model.embed_tokens", &[vocab, d]);
+    t.embedding(&[vocab, d], if tied { 1.0 } else { EMBEDDING_GAIN });
     let is_full = |layer: usize| layer % 4 == 3;
     for layer in 0..layers {
         let name = |part: &str| format!("language_model.model.layers.{layer}.{part}");
