@@ -3,13 +3,13 @@
 //! A bench divides what it got by this, so the same queue, alignment and fallbacks are used here.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use crate::depth::QueueDepth;
 use crate::error::StoreError;
 use crate::io::FileSet;
-use crate::queue::{ReadQueue, ReadRequest, Urgency};
+use crate::queue::{self, IoOptions, ReadRequest, Urgency};
 use crate::region::{ALIGN, HugePages, Region};
-use crate::threads::ThreadQueue;
 
 /// A measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,11 +40,23 @@ pub fn measure(
     queue_depth: usize,
     duration: Duration,
 ) -> Result<Bandwidth, StoreError> {
+    let options = IoOptions { depth: QueueDepth::Fixed(queue_depth), ..IoOptions::default() };
+    measure_with(files, file, block_bytes, &options, duration)
+}
+
+/// The same, reading as `options` say. Where the depth is measured, there are always reads waiting.
+pub fn measure_with(
+    files: &Arc<FileSet>,
+    file: u32,
+    block_bytes: usize,
+    options: &IoOptions,
+    duration: Duration,
+) -> Result<Bandwidth, StoreError> {
     let block = block_bytes.next_multiple_of(ALIGN).max(ALIGN);
     let places = (files.entry(file).len / block as u64).max(1);
-    let queue_depth = queue_depth.max(1);
-    let mut queue = ThreadQueue::new(files.clone(), queue_depth);
-    let mut random = 0x9E37_79B9_7F4A_7C15_u64;
+    // Other places in every run: something below may have kept what was read before.
+    let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |t| t.as_nanos() as u64);
+    let mut random = seed | 1;
     let mut place = move || {
         // xorshift64 (Marsaglia 2003)
         random ^= random << 13;
@@ -54,8 +66,10 @@ pub fn measure(
     };
     let urgency = Urgency::Demanded;
     let request = |offset, dest| ReadRequest { tag: 0, file, offset, need: block, dest, urgency };
-    let region = Region::new(block * queue_depth, HugePages::Default)?;
-    let (_loan, pieces) = region.lend((0..queue_depth).map(|i| i * block..(i + 1) * block));
+    let blocks = options.depth.most();
+    let mut queue = queue::open(files, options, 1)?;
+    let region = Region::new(block * blocks, HugePages::Advise)?;
+    let (_loan, pieces) = region.lend((0..blocks).map(|i| i * block..(i + 1) * block));
     let start = Instant::now();
     for piece in pieces {
         queue.submit(request(place(), piece));

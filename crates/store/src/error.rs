@@ -51,6 +51,22 @@ pub enum StoreError {
         /// File.
         path: PathBuf,
     },
+    /// The ring was demanded and cannot be had.
+    #[error(
+        "io_uring is not available here ({source}); read with threads, or leave the choice automatic"
+    )]
+    NoRing {
+        /// System's reason.
+        source: io::Error,
+    },
+    /// What was given as a second copy of the model is something else.
+    #[error("{}: not a copy of the model: {what}", path.display())]
+    CopyDiffers {
+        /// File of the copy.
+        path: PathBuf,
+        /// What differs.
+        what: String,
+    },
     /// A read failed, retries included.
     #[error("{}: {reader}: reading {len} bytes at offset {offset} failed: {source}", path.display())]
     Io {
@@ -81,12 +97,14 @@ pub enum StoreError {
     },
     /// The file is not the one that the catalog was read from.
     #[error(
-        "{}: the file changed: {expected_len} bytes and time {expected_mtime_ns} ns when its header was read, \
+        "{}: {reader}: the file changed: {expected_len} bytes and time {expected_mtime_ns} ns when its header was read, \
          now {found_len} bytes and {found_mtime_ns} ns", path.display()
     )]
     FileChanged {
         /// File.
         path: PathBuf,
+        /// For whom it is read.
+        reader: Reader,
         /// Length in the catalog.
         expected_len: u64,
         /// Length now.
@@ -183,7 +201,8 @@ impl StoreError {
     pub fn class(&self) -> &'static str {
         match self {
             StoreError::Open { .. } | StoreError::Io { .. } => "IoError",
-            StoreError::DirectUnsupported { .. } => "Unsupported",
+            StoreError::DirectUnsupported { .. } | StoreError::NoRing { .. } => "Unsupported",
+            StoreError::CopyDiffers { .. } => "SizeMismatch",
             StoreError::Truncated { .. } => "Truncated",
             StoreError::FileChanged { .. } => "FileChanged",
             StoreError::OutOfBounds { .. } => "OutOfBounds",
@@ -197,7 +216,10 @@ impl StoreError {
 
     /// The same error, told for whom the read was.
     pub(crate) fn read_for(mut self, who: Reader) -> StoreError {
-        if let StoreError::Io { reader, .. } | StoreError::Truncated { reader, .. } = &mut self {
+        if let StoreError::Io { reader, .. }
+        | StoreError::Truncated { reader, .. }
+        | StoreError::FileChanged { reader, .. } = &mut self
+        {
             *reader = who;
         }
         self

@@ -1,28 +1,28 @@
 //! The open files of a checkpoint and how their bytes are read: whole, or with an error.
 //!
 //! [`FileSet`] holds every file twice: for direct reads (past the page cache; large streamed weights)
-//! and for buffered ones (small scattered reads, and whatever direct reads cannot do). All policy on
-//! single reads is here: interrupted reads go on, short reads are completed, device errors are tried
-//! again [`DEVICE_RETRIES`] times, a file that refuses direct reads falls back to buffered ones once
-//! and for all with one note, and the page cache that streamed buffered reads leave behind is dropped.
+//! and for buffered ones (small scattered reads, and whatever direct reads cannot do). A checkpoint
+//! may have a second copy on another disk; then every file is held twice again, and what one copy
+//! fails to give is read from the other. What becomes of a single read is decided in
+//! [`crate::progress`], for every engine.
 //!
 //! What is not here: several reads at once ([`crate::queue`]), the system's calls
 //! ([`crate::platform`]).
 
 use std::io;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
-use forebay_files::FileEntry;
+use forebay_files::{Catalog, FileEntry};
 use forebay_models::Extent;
 
 use crate::error::{Reader, StoreError};
-use crate::platform::{Access, Failure, FileState, Platform, ReadAt, System, failure};
+use crate::platform::{Access, FileState, Platform, ReadAt, System};
+use crate::progress::{Progress, Step};
 use crate::region::ALIGN;
 
-/// How often a read that the device failed is tried again.
-pub const DEVICE_RETRIES: usize = 2;
+pub use crate::progress::DEVICE_RETRIES;
 
 /// How large weights are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,9 +38,17 @@ pub enum IoMode {
 
 /// The open files of a checkpoint, in the catalog's order.
 pub struct FileSet {
-    files: Vec<OpenFile>,
+    platform: Arc<dyn Platform>,
+    copies: Vec<CopyOfAll>,
     mode: IoMode,
     notes: Mutex<Vec<String>>,
+}
+
+/// All files of a checkpoint, on one disk.
+struct CopyOfAll {
+    files: Vec<OpenFile>,
+    /// Not used any more: something could not be read from it.
+    broken: AtomicBool,
 }
 
 struct OpenFile {
@@ -54,88 +62,123 @@ struct OpenFile {
 impl FileSet {
     /// Opens all files and checks that they are those of the catalog.
     pub fn open(entries: &[FileEntry], mode: IoMode) -> Result<FileSet, StoreError> {
-        FileSet::open_on(&System, entries, mode)
+        FileSet::open_on(Arc::new(System), entries, mode)
     }
 
     /// The same on a given platform.
     pub fn open_on(
-        platform: &dyn Platform,
+        platform: Arc<dyn Platform>,
         entries: &[FileEntry],
         mode: IoMode,
     ) -> Result<FileSet, StoreError> {
-        let mut set = FileSet { files: Vec::new(), mode, notes: Mutex::default() };
-        for entry in entries {
-            let failed = |source| StoreError::Open { path: entry.path.clone(), source };
-            let buffered = platform.open(&entry.path, Access::Buffered).map_err(failed)?;
-            let direct = match mode {
-                IoMode::Buffered => None,
-                IoMode::Auto | IoMode::Direct => match platform.open(&entry.path, Access::Direct) {
+        let mut set = FileSet { platform, copies: Vec::new(), mode, notes: Mutex::default() };
+        set.copies.push(set.open_copy(entries)?);
+        (0..entries.len() as u32).try_for_each(|file| set.check_unchanged(file))?;
+        Ok(set)
+    }
+
+    /// Reads from a second copy of the checkpoint as well, on another disk: large reads are shared
+    /// between the two by how fast each turns out to be.
+    pub fn add_copy(&mut self, of: &Catalog, copy: &Catalog) -> Result<(), StoreError> {
+        if of.header_hash != copy.header_hash {
+            let path = copy.files.first().map(|file| file.path.clone()).unwrap_or_default();
+            return Err(StoreError::CopyDiffers { path, what: "its header is another".into() });
+        }
+        self.add_copy_of_files(&copy.files)
+    }
+
+    /// The same for files that no catalog describes: that their bytes are the same is the caller's
+    /// word.
+    pub fn add_copy_of_files(&mut self, entries: &[FileEntry]) -> Result<(), StoreError> {
+        let ours = &self.copies[0].files;
+        let differs = |path: &Path, what: String| {
+            Err(StoreError::CopyDiffers { path: path.to_path_buf(), what })
+        };
+        if ours.len() != entries.len() {
+            let path = entries.first().map(|entry| entry.path.clone()).unwrap_or_default();
+            return differs(&path, format!("{} files instead of {}", entries.len(), ours.len()));
+        }
+        for (ours, entry) in ours.iter().zip(entries) {
+            if ours.entry.len != entry.len {
+                let what = format!("{} bytes instead of {}", entry.len, ours.entry.len);
+                return differs(&entry.path, what);
+            }
+        }
+        let copy = self.open_copy(entries)?;
+        copy.files.iter().try_for_each(|file| file.check_unchanged())?;
+        self.copies.push(copy);
+        Ok(())
+    }
+
+    fn open_copy(&self, entries: &[FileEntry]) -> Result<CopyOfAll, StoreError> {
+        let files = entries.iter().map(|entry| self.open_file(entry)).collect::<Result<_, _>>()?;
+        Ok(CopyOfAll { files, broken: AtomicBool::new(false) })
+    }
+
+    fn open_file(&self, entry: &FileEntry) -> Result<OpenFile, StoreError> {
+        let failed = |source| StoreError::Open { path: entry.path.clone(), source };
+        let buffered = self.platform.open(&entry.path, Access::Buffered).map_err(failed)?;
+        let direct = match self.mode {
+            IoMode::Buffered => None,
+            IoMode::Auto | IoMode::Direct => {
+                match self.platform.open(&entry.path, Access::Direct) {
                     Ok(file) => Some(file),
-                    Err(_) if mode == IoMode::Direct => {
+                    Err(_) if self.mode == IoMode::Direct => {
                         return Err(StoreError::DirectUnsupported { path: entry.path.clone() });
                     }
                     Err(error) => {
-                        set.note_fallback(&entry.path, &error);
+                        self.note_buffered(&entry.path, &error);
                         None
                     }
-                },
-            };
-            let direct_refused = AtomicBool::new(false);
-            set.files.push(OpenFile { entry: entry.clone(), buffered, direct, direct_refused });
-            set.check_unchanged(set.files.len() as u32 - 1)?;
-        }
-        Ok(set)
+                }
+            }
+        };
+        let direct_refused = AtomicBool::new(false);
+        Ok(OpenFile { entry: entry.clone(), buffered, direct, direct_refused })
     }
 
     /// Number of files.
     pub fn len(&self) -> usize {
-        self.files.len()
+        self.copies[0].files.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.files.is_empty()
+        self.len() == 0
     }
 
     /// The catalog's entry of a file.
     pub fn entry(&self, file: u32) -> &FileEntry {
-        &self.files[file as usize].entry
+        &self.file(file, 0).entry
     }
 
     /// Whether large reads of the file go past the page cache.
     pub fn is_direct(&self, file: u32) -> bool {
-        self.files[file as usize].direct().is_some()
+        self.file(file, 0).direct().is_some()
     }
 
-    /// What the user may want to know: one sentence for each file that is read differently from what was asked.
+    /// What the user may want to know: one sentence for each thing that is not done as asked for.
     pub fn notes(&self) -> Vec<String> {
         self.notes.lock().expect("no panic while holding notes").clone()
     }
 
-    /// Fails if the file's length or time differs from the catalog's.
+    /// Fails if the file's length or time differs from the catalog's. A second copy that changed is
+    /// not used any more.
     pub fn check_unchanged(&self, file: u32) -> Result<(), StoreError> {
-        let OpenFile { entry, buffered, .. } = &self.files[file as usize];
-        let FileState { len, mtime_ns } = buffered
-            .state()
-            .map_err(|source| StoreError::Open { path: entry.path.clone(), source })?;
-        let times_known = mtime_ns != 0 && entry.mtime_ns != 0;
-        if len != entry.len || (times_known && mtime_ns != entry.mtime_ns) {
-            return Err(StoreError::FileChanged {
-                path: entry.path.clone(),
-                expected_len: entry.len,
-                found_len: len,
-                expected_mtime_ns: entry.mtime_ns,
-                found_mtime_ns: mtime_ns,
-            });
+        for copy in 1..self.copies.len() {
+            if self.usable(copy)
+                && let Err(error) = self.file(file, copy).check_unchanged()
+            {
+                self.give_up(copy, &error);
+            }
         }
-        Ok(())
+        self.file(file, 0).check_unchanged()
     }
 
     /// Reads exactly one extent through the page cache: for small reads such as rows of the embedding.
     pub fn read_exact_at(&self, extent: Extent, buf: &mut [u8]) -> Result<(), StoreError> {
         assert_eq!(extent.len, buf.len() as u64, "buffer and extent differ in length");
-        let file = &self.files[extent.file as usize];
-        file.finish_buffered(extent.offset, 0, buf.len(), buf)
+        self.read(Progress::small(self, extent), buf)
     }
 
     /// Reads an aligned range whose first `need` bytes must exist (the file may end after them).
@@ -147,56 +190,118 @@ impl FileSet {
         need: usize,
         buf: &mut [u8],
     ) -> Result<(), StoreError> {
-        assert!(
-            offset.is_multiple_of(ALIGN as u64)
-                && buf.len().is_multiple_of(ALIGN)
-                && (buf.as_ptr() as usize).is_multiple_of(ALIGN)
-                && need <= buf.len(),
-            "direct reads are aligned"
-        );
-        let file = &self.files[file as usize];
-        let mut done = 0;
-        if let Some(direct) = file.direct() {
-            match attempt(direct, buf, offset) {
-                Ok(got) => done = got,
-                Err(error) if failure(&error) == Failure::Invalid => {
-                    self.leave_direct(file, &error)?
-                }
-                Err(source) => return Err(file.io_error(offset, need, source)),
-            }
-        }
-        if done >= need {
+        self.read_aligned_from(0, file, offset, need, buf)
+    }
+
+    /// The same from one of the copies, or from another one if that fails.
+    pub(crate) fn read_aligned_from(
+        &self,
+        copy: usize,
+        file: u32,
+        offset: u64,
+        need: usize,
+        buf: &mut [u8],
+    ) -> Result<(), StoreError> {
+        assert!((buf.as_ptr() as usize).is_multiple_of(ALIGN), "direct reads are aligned");
+        self.read(Progress::large(self, copy, file, offset, need, buf.len()), buf)
+    }
+
+    fn read(&self, mut progress: Progress, buf: &mut [u8]) -> Result<(), StoreError> {
+        if progress.need() == 0 {
             return Ok(());
         }
-        // No direct handle, or a short read: what is missing starts anywhere, so it is read buffered.
-        let whole = buf.len() as u64;
-        let result = file.finish_buffered(offset, done, need, buf);
-        file.buffered.forget(offset, whole);
-        result
+        loop {
+            let file = self.handle(progress.file(), progress.copy(), progress.access());
+            let result = file.read_at(&mut buf[progress.range()], progress.file_offset());
+            match progress.after(self, result) {
+                Step::Again => {}
+                Step::Done => return Ok(()),
+                Step::Failed(error) => return Err(error),
+            }
+        }
     }
 
-    /// The buffered handle of a file, for mapping it.
-    pub(crate) fn handle(&self, file: u32) -> &dyn ReadAt {
-        &*self.files[file as usize].buffered
+    pub(crate) fn n_copies(&self) -> usize {
+        self.copies.len()
     }
 
-    fn leave_direct(&self, file: &OpenFile, error: &io::Error) -> Result<(), StoreError> {
+    pub(crate) fn usable(&self, copy: usize) -> bool {
+        !self.copies[copy].broken.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn platform(&self) -> &dyn Platform {
+        &*self.platform
+    }
+
+    pub(crate) fn path(&self, file: u32, copy: usize) -> &Path {
+        &self.file(file, copy).entry.path
+    }
+
+    /// How large reads of this copy are made now.
+    pub(crate) fn access(&self, file: u32, copy: usize) -> Access {
+        match self.file(file, copy).direct() {
+            Some(_) => Access::Direct,
+            None => Access::Buffered,
+        }
+    }
+
+    /// An open file. There is a direct one if [`FileSet::access`] said so.
+    pub(crate) fn handle(&self, file: u32, copy: usize, access: Access) -> &dyn ReadAt {
+        let file = self.file(file, copy);
+        match (access, &file.direct) {
+            (Access::Direct, Some(direct)) => &**direct,
+            (Access::Direct, None) | (Access::Buffered, _) => &*file.buffered,
+        }
+    }
+
+    /// From now on the file is read through the page cache; an error if that was not wanted.
+    pub(crate) fn leave_direct(
+        &self,
+        file: u32,
+        copy: usize,
+        error: &io::Error,
+    ) -> Result<(), StoreError> {
+        let file = self.file(file, copy);
         if self.mode == IoMode::Direct {
             return Err(StoreError::DirectUnsupported { path: file.entry.path.clone() });
         }
         if !file.direct_refused.swap(true, Ordering::Relaxed) {
-            self.note_fallback(&file.entry.path, error);
+            self.note_buffered(&file.entry.path, error);
         }
         Ok(())
     }
 
-    fn note_fallback(&self, path: &Path, error: &io::Error) {
-        tracing::info!(path = %path.display(), %error, "no direct reads here, reading through the page cache");
-        let note = format!(
+    /// A copy to read from instead of one that failed, if there is any.
+    pub(crate) fn instead_of(&self, copy: usize, error: &StoreError) -> Option<usize> {
+        let other = (0..self.copies.len()).find(|&other| other != copy && self.usable(other))?;
+        self.give_up(copy, error);
+        Some(other)
+    }
+
+    fn give_up(&self, copy: usize, error: &StoreError) {
+        if !self.copies[copy].broken.swap(true, Ordering::Relaxed) {
+            self.note_once(&format!("{error}; reading from the other copy only"));
+        }
+    }
+
+    /// Tells the user, unless he was told just that.
+    pub(crate) fn note_once(&self, note: &str) {
+        let mut notes = self.notes.lock().expect("no panic while holding notes");
+        if !notes.iter().any(|known| known == note) {
+            tracing::info!("{note}");
+            notes.push(note.into());
+        }
+    }
+
+    fn note_buffered(&self, path: &Path, error: &io::Error) {
+        self.note_once(&format!(
             "{}: no direct reads here ({error}), reading through the page cache",
             path.display()
-        );
-        self.notes.lock().expect("no panic while holding notes").push(note);
+        ));
+    }
+
+    fn file(&self, file: u32, copy: usize) -> &OpenFile {
+        &self.copies[copy].files[file as usize]
     }
 }
 
@@ -208,49 +313,23 @@ impl OpenFile {
         }
     }
 
-    /// Reads `buf[done..need]`, `buf[0]` being the byte at `offset`.
-    fn finish_buffered(
-        &self,
-        offset: u64,
-        mut done: usize,
-        need: usize,
-        buf: &mut [u8],
-    ) -> Result<(), StoreError> {
-        while done < need {
-            let got = attempt(&*self.buffered, &mut buf[done..need], offset + done as u64)
-                .map_err(|source| self.io_error(offset, need, source))?;
-            if got == 0 {
-                return Err(StoreError::Truncated {
-                    path: self.entry.path.clone(),
-                    reader: Reader::Range,
-                    offset,
-                    wanted: need as u64,
-                    got: done as u64,
-                });
-            }
-            done += got;
+    fn check_unchanged(&self) -> Result<(), StoreError> {
+        let OpenFile { entry, buffered, .. } = self;
+        let FileState { len, mtime_ns } = buffered
+            .state()
+            .map_err(|source| StoreError::Open { path: entry.path.clone(), source })?;
+        let times_known = mtime_ns != 0 && entry.mtime_ns != 0;
+        if len != entry.len || (times_known && mtime_ns != entry.mtime_ns) {
+            return Err(StoreError::FileChanged {
+                path: entry.path.clone(),
+                reader: Reader::Range,
+                expected_len: entry.len,
+                found_len: len,
+                expected_mtime_ns: entry.mtime_ns,
+                found_mtime_ns: mtime_ns,
+            });
         }
         Ok(())
-    }
-
-    fn io_error(&self, offset: u64, len: usize, source: io::Error) -> StoreError {
-        let path = self.entry.path.clone();
-        StoreError::Io { path, reader: Reader::Range, offset, len: len as u64, source }
-    }
-}
-
-/// One read, which may be short, with the retries that need no thought.
-fn attempt(file: &dyn ReadAt, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-    let mut device_failures = 0;
-    loop {
-        match file.read_at(buf, offset) {
-            Ok(got) => return Ok(got),
-            Err(error) => match failure(&error) {
-                Failure::Interrupted => {}
-                Failure::Device if device_failures < DEVICE_RETRIES => device_failures += 1,
-                _ => return Err(error),
-            },
-        }
     }
 }
 

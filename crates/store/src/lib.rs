@@ -5,10 +5,11 @@
 //! a kernel beyond a checked [`forebay_quant::MatrixView`].
 //!
 //! From the system upwards: [`platform`] (its calls), [`region`] (memory), [`map`] (mapped files),
-//! [`io`] (one read, whole or an error), [`layout`] (where ranges come to lie), [`queue`] (reads in
-//! flight) with [`threads`], [`trunk`] (everything at once), [`spec`] (which experts there are),
-//! `cache` (who has to go), [`store`] with `stream` and `present` (experts on demand, or always
-//! there). Beside them [`memory`] (what the process has and may have), [`bandwidth`] (what the disk
+//! [`io`] and `progress` (one read, whole or an error), [`layout`] (where ranges come to lie),
+//! [`queue`] (reads in flight) with `backlog` and [`depth`] (which read is next, how many at once) and
+//! its engines `threads` and [`ring`] (`uring` on Linux), [`trunk`] (everything at once), [`spec`]
+//! (which experts there are), `cache` (who has to go), [`store`] with `stream` and `present` (experts
+//! on demand, or always there). Beside them [`memory`] (what the process has and may have), [`bandwidth`] (what the disk
 //! can do), [`mod@replay`] (the cache without reads), [`stats`] and [`faults`] (for tests).
 
 use forebay_quant::MatrixView;
@@ -17,8 +18,10 @@ use forebay_quant::MatrixView;
 #[cfg(test)]
 extern crate self as forebay_store;
 
+mod backlog;
 pub mod bandwidth;
 mod cache;
+pub mod depth;
 pub mod error;
 pub mod faults;
 pub mod io;
@@ -28,21 +31,26 @@ pub mod memory;
 pub mod platform;
 mod present;
 pub mod pressure;
+mod progress;
 pub mod queue;
 pub mod region;
 pub mod replay;
+pub mod ring;
 pub mod spec;
 pub mod stats;
 pub mod store;
 mod stream;
-pub mod threads;
+mod threads;
 pub mod traces;
 pub mod trunk;
+#[cfg(target_os = "linux")]
+mod uring;
 
 pub use cache::policy::Policy;
+pub use depth::QueueDepth;
 pub use error::{Reader, StoreError};
 pub use io::{FileSet, IoMode};
-pub use queue::IoOptions;
+pub use queue::{IoEngine, IoOptions};
 pub use region::{HugePages, Region};
 pub use replay::{replay, replay_each};
 pub use spec::{LayerExperts, StoreSpec};

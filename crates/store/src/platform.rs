@@ -3,12 +3,14 @@
 //! [`Platform`] opens a file for buffered or for direct (page cache bypassing) reads, [`ReadAt`] is
 //! the open file. [`System`] is the real one: `O_DIRECT` on Linux and the BSDs, `F_NOCACHE` on
 //! macOS, `FILE_FLAG_NO_BUFFERING` on Windows. Retries, fallbacks and alignment are policy and live
-//! in [`crate::io`]; a platform that fails on purpose, for tests, is in [`crate::faults`].
+//! in [`crate::io`] and [`crate::progress`]; a platform that fails on purpose, for tests, is in [`crate::faults`].
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
+
+use crate::ring::{Ring, RingFile, RingSize};
 
 /// How a file is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +46,12 @@ pub trait ReadAt: Send + Sync {
 pub trait Platform: Send + Sync {
     /// Opens `path` for reading.
     fn open(&self, path: &Path, access: Access) -> io::Result<Box<dyn ReadAt>>;
+
+    /// A ring that reads from these files, for the calling thread; an error where there is none.
+    fn ring(&self, files: &[RingFile<'_>], size: RingSize) -> io::Result<Box<dyn Ring>> {
+        let _ = (files, size);
+        Err(io::Error::new(io::ErrorKind::Unsupported, "it is not part of this system"))
+    }
 }
 
 /// What an error of a read means for what to do next.
@@ -92,6 +100,11 @@ impl Platform for System {
             sys::advise_random(&file);
         }
         Ok(Box::new(SystemFile(file)))
+    }
+
+    #[cfg(target_os = "linux")]
+    fn ring(&self, files: &[RingFile<'_>], size: RingSize) -> io::Result<Box<dyn Ring>> {
+        Ok(Box::new(crate::uring::KernelRing::open(files, size)?))
     }
 }
 

@@ -11,6 +11,7 @@ use crate::ExpertView;
 use crate::error::StoreError;
 use crate::io::FileSet;
 use crate::map::FileMap;
+use crate::platform::Access;
 use crate::queue::IoOptions;
 use crate::spec::{
     LayerExperts, StoreSpec, check_expert_scales, expert_extents, expert_layout, expert_view,
@@ -56,13 +57,14 @@ impl PresentStore {
         let mut reader = |extent| spec.reader_of(extent);
         let image = TrunkImage::load_for(files, &spec.extents(), io, &mut reader, progress)?;
         let mut store = PresentStore::new(spec, Source::Image(image));
-        store.check_all_scales(io.threads)?;
+        store.check_all_scales()?;
         Ok(store)
     }
 
     /// Every expert's scales, on several threads: it walks through all of the memory.
-    fn check_all_scales(&mut self, threads: usize) -> Result<(), StoreError> {
-        let share = self.spec.layers.len().div_ceil(threads.max(1)).max(1);
+    fn check_all_scales(&mut self) -> Result<(), StoreError> {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
+        let share = self.spec.layers.len().div_ceil(threads).max(1);
         let source = &self.source;
         std::thread::scope(|scope| {
             let checks: Vec<_> = self
@@ -83,8 +85,10 @@ impl PresentStore {
         let mut maps = Vec::with_capacity(files.len());
         for file in 0..files.len() as u32 {
             files.check_unchanged(file)?;
-            let map = FileMap::new(files.handle(file).file()).map_err(|source| {
-                StoreError::Open { path: files.entry(file).path.clone(), source }
+            let handle = files.handle(file, 0, Access::Buffered);
+            let map = FileMap::new(handle.file()).map_err(|source| StoreError::Open {
+                path: files.entry(file).path.clone(),
+                source,
             })?;
             maps.push(map);
         }

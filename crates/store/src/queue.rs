@@ -1,21 +1,31 @@
 //! Reads in flight: submit now, complete later.
 //!
 //! [`ReadQueue`] is the shape of asynchronous reads: a request owns the memory it fills and gives it
-//! back with its completion, so a queue may hand it to threads ([`crate::threads`]) or to the kernel.
-//! Demanded reads go before those that may be wanted later ([`Backlog`]).
+//! back with its completion, so a queue may hand it to threads ([`crate::threads`]) or to the kernel
+//! ([`crate::ring`]). [`open`] picks the engine. Which read is next is decided in [`crate::backlog`].
 
-use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Mutex, MutexGuard};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
+use crate::backlog::Backlog;
+use crate::depth::QueueDepth;
 use crate::error::StoreError;
+use crate::io::FileSet;
 use crate::layout::PlannedRead;
-use crate::region::{HugePages, Piece};
+use crate::platform::Access;
+use crate::region::{HugePages, Piece, Region};
+use crate::{ring, threads};
 
 /// How weights are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoOptions {
-    /// Reads in flight at once.
-    pub threads: usize,
+    /// Who makes the reads.
+    pub engine: IoEngine,
+    /// Reads in flight at once, of each disk.
+    pub depth: QueueDepth,
     /// Larger runs are split into reads of about this many bytes.
     pub max_read_bytes: u64,
     /// Whether weights in memory ask for huge pages.
@@ -24,8 +34,26 @@ pub struct IoOptions {
 
 impl Default for IoOptions {
     fn default() -> Self {
-        IoOptions { threads: 4, max_read_bytes: 4 << 20, huge_pages: HugePages::Advise }
+        IoOptions {
+            engine: IoEngine::Auto,
+            depth: QueueDepth::Measured,
+            max_read_bytes: 4 << 20,
+            huge_pages: HugePages::Advise,
+        }
     }
+}
+
+/// Who makes reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoEngine {
+    /// The kernel's ring where it is allowed and files are read past the page cache; threads elsewhere,
+    /// with a note if the ring was refused.
+    #[default]
+    Auto,
+    /// The kernel's ring (io_uring), or an error.
+    Uring,
+    /// Threads with positioned reads.
+    Threads,
 }
 
 /// One read on its way.
@@ -77,8 +105,10 @@ pub struct Completion {
 
 /// Asynchronous reads. Completions come in any order.
 pub trait ReadQueue: Send {
-    /// Starts a read; never blocks.
+    /// Takes a read; never blocks. It may not begin before [`ReadQueue::flush`].
     fn submit(&mut self, request: ReadRequest);
+    /// Begins what was submitted: several reads are handed over at once.
+    fn flush(&mut self);
     /// A read that is over already, if any.
     fn poll(&mut self) -> Option<Completion>;
     /// Blocks until a read is over; none when none is in flight.
@@ -90,68 +120,153 @@ pub trait ReadQueue: Send {
     /// Forgets the reads of this tag that nobody demanded and that were not begun; they have no
     /// completion. Returns their memory.
     fn withdraw(&mut self, tag: u64) -> Vec<Piece>;
+    /// Gives memory that reads were made into back to the system, also what the queue holds of it.
+    fn retire(&mut self, memory: Region);
 }
 
-/// Requests that were not begun, and which of them is next.
-#[derive(Debug, Default)]
-pub(crate) struct Backlog {
-    demanded: VecDeque<ReadRequest>,
-    ahead: VecDeque<ReadRequest>,
-    demanded_begun: usize,
+/// Opens a queue. `reused`: so many regions will be read into again and again, which may be worth
+/// announcing them to the kernel.
+pub fn open(
+    files: &Arc<FileSet>,
+    options: &IoOptions,
+    reused: usize,
+) -> Result<Box<dyn ReadQueue>, StoreError> {
+    let direct = (0..files.len() as u32).any(|file| files.access(file, 0) == Access::Direct);
+    if options.engine == IoEngine::Uring || (options.engine == IoEngine::Auto && direct) {
+        match ring::open(files, options.depth, reused) {
+            Ok(queue) => return Ok(Box::new(queue)),
+            Err(source) if options.engine == IoEngine::Uring => {
+                return Err(StoreError::NoRing { source });
+            }
+            Err(error) => files.note_once(&format!(
+                "io_uring is not available here ({error}), reading with threads"
+            )),
+        }
+    }
+    Ok(Box::new(threads::open(files, options.depth)))
 }
 
-impl Backlog {
-    pub(crate) fn push(&mut self, request: ReadRequest) {
-        match request.urgency {
-            Urgency::Demanded => self.demanded.push_back(request),
-            Urgency::Ahead => self.ahead.push_back(request),
-        }
+/// What a queue and its workers share.
+pub(crate) struct Shared {
+    pub(crate) files: Arc<FileSet>,
+    state: Mutex<State>,
+}
+
+pub(crate) struct State {
+    pub(crate) backlog: Backlog,
+    /// Memory to be given back, with whom to tell.
+    pub(crate) retired: Vec<(Region, Sender<()>)>,
+    pub(crate) closed: bool,
+}
+
+impl Shared {
+    pub(crate) fn new(files: &Arc<FileSet>, depth: QueueDepth) -> Shared {
+        let backlog = Backlog::new(files.n_copies(), depth);
+        let state = State { backlog, retired: Vec::new(), closed: false };
+        Shared { files: files.clone(), state: Mutex::new(state) }
     }
 
-    /// The request to begin now, if any.
-    pub(crate) fn begin(&mut self) -> Option<ReadRequest> {
-        if let Some(request) = self.demanded.pop_front() {
-            self.demanded_begun += 1;
-            return Some(request);
-        }
-        match self.demanded_begun {
-            0 => self.ahead.pop_front(),
-            _ => None,
-        }
-    }
-
-    /// A request that was begun with this urgency is over. Returns whether others may begin that
-    /// could not before.
-    pub(crate) fn finish(&mut self, urgency: Urgency) -> bool {
-        if urgency == Urgency::Ahead {
-            return false;
-        }
-        self.demanded_begun -= 1;
-        self.demanded_begun == 0 && !self.ahead.is_empty()
-    }
-
-    /// As [`ReadQueue::promote`]. Returns how many became demanded.
-    pub(crate) fn promote(&mut self, tag: u64) -> usize {
-        let requests = take_tag(&mut self.ahead, tag);
-        let count = requests.len();
-        self.demanded
-            .extend(requests.into_iter().map(|r| ReadRequest { urgency: Urgency::Demanded, ..r }));
-        count
-    }
-
-    /// As [`ReadQueue::withdraw`].
-    pub(crate) fn withdraw(&mut self, tag: u64) -> Vec<Piece> {
-        take_tag(&mut self.ahead, tag).into_iter().map(|request| request.dest).collect()
-    }
-
-    pub(crate) fn clear(&mut self) {
-        self.demanded.clear();
-        self.ahead.clear();
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while holding the queue")
     }
 }
 
-fn take_tag(requests: &mut VecDeque<ReadRequest>, tag: u64) -> VecDeque<ReadRequest> {
-    let (taken, left) = requests.drain(..).partition(|request| request.tag == tag);
-    *requests = left;
-    taken
+/// Workers of an engine.
+pub(crate) trait Workers: Send {
+    /// There may be something to do.
+    fn wake(&mut self);
+    /// Whether memory must be retired by a worker.
+    fn hold_memory(&self) -> bool;
+    /// They end once the queue is closed.
+    fn take_threads(&mut self) -> Vec<JoinHandle<()>>;
+}
+
+/// A queue whose reads are made by workers.
+pub(crate) struct WorkerQueue<W: Workers> {
+    shared: Arc<Shared>,
+    completions: Receiver<Completion>,
+    in_flight: usize,
+    /// Something was submitted since the last flush.
+    fresh: bool,
+    workers: W,
+}
+
+impl<W: Workers> WorkerQueue<W> {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        completions: Receiver<Completion>,
+        workers: W,
+    ) -> WorkerQueue<W> {
+        WorkerQueue { shared, completions, in_flight: 0, fresh: false, workers }
+    }
+}
+
+impl<W: Workers> ReadQueue for WorkerQueue<W> {
+    fn submit(&mut self, request: ReadRequest) {
+        self.shared.lock().backlog.push(request);
+        self.in_flight += 1;
+        self.fresh = true;
+    }
+
+    fn flush(&mut self) {
+        if std::mem::take(&mut self.fresh) {
+            self.workers.wake();
+        }
+    }
+
+    fn poll(&mut self) -> Option<Completion> {
+        self.flush();
+        let completion = self.completions.try_recv().ok()?;
+        self.in_flight -= 1;
+        Some(completion)
+    }
+
+    fn wait(&mut self) -> Option<Completion> {
+        self.flush();
+        if self.in_flight == 0 {
+            return None;
+        }
+        let completion = self.completions.recv().expect("workers live as long as the queue");
+        self.in_flight -= 1;
+        Some(completion)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn promote(&mut self, tag: u64) {
+        self.fresh |= self.shared.lock().backlog.promote(tag) > 0;
+    }
+
+    fn withdraw(&mut self, tag: u64) -> Vec<Piece> {
+        let pieces = self.shared.lock().backlog.withdraw(tag);
+        self.in_flight -= pieces.len();
+        pieces
+    }
+
+    fn retire(&mut self, memory: Region) {
+        if self.workers.hold_memory() {
+            let (told, done) = mpsc::channel();
+            self.shared.lock().retired.push((memory, told));
+            self.workers.wake();
+            // An error would mean that the workers are gone, and with them what they held.
+            let _ = done.recv();
+        }
+    }
+}
+
+impl<W: Workers> Drop for WorkerQueue<W> {
+    /// Forgets what has not begun and waits for what has.
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.closed = true;
+        state.backlog.clear();
+        drop(state);
+        self.workers.wake();
+        for worker in self.workers.take_threads() {
+            // A panic inside a read was already reported as that read's result.
+            let _ = worker.join();
+        }
+    }
 }

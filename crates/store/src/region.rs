@@ -4,9 +4,9 @@
 //! it at once, [`Region::lend`] splits it into disjoint [`Piece`]s that travel with the reads; the
 //! [`Loan`] gives the region back once the last piece is gone. So who may write is settled by
 //! ownership: nobody can look at a region while a read can still write into it, whether the read is
-//! done by a thread or, later, by the kernel on its own.
+//! done by a thread or by the kernel on its own.
 //!
-//! This is one of the crate's two unsafe modules. Its invariants:
+//! This is one of the crate's three unsafe modules. Its invariants:
 //! - R1: `ptr..ptr + len` is one live, readable and writable, initialised allocation, owned by the
 //!   `Mapping`, and released only when that drops.
 //! - R2: a `Region` holds the only handle of its mapping.
@@ -15,7 +15,7 @@
 
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::error::StoreError;
 
@@ -46,6 +46,11 @@ impl Region {
             sys::advise_huge(&mapping);
         }
         Ok(Region { mapping })
+    }
+
+    /// Which region this is.
+    pub(crate) fn id(&self) -> RegionId {
+        self.mapping.id()
     }
 
     /// Gives the pages inside `range` back to the system; what they hold afterwards is unspecified
@@ -140,10 +145,45 @@ impl DerefMut for Piece {
     }
 }
 
+impl Piece {
+    /// The region that it is part of.
+    pub(crate) fn region(&self) -> RegionId {
+        self.mapping.id()
+    }
+}
+
+/// Tells regions apart, also one from an earlier one at the same address.
+#[derive(Clone, Debug)]
+pub(crate) struct RegionId {
+    start: usize,
+    len: usize,
+    life: Weak<()>,
+}
+
+impl RegionId {
+    /// Address of its first byte.
+    pub(crate) fn start(&self) -> usize {
+        self.start
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl PartialEq for RegionId {
+    fn eq(&self, other: &RegionId) -> bool {
+        self.life.ptr_eq(&other.life)
+    }
+}
+
 #[derive(Debug)]
 struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
+    /// Its identity: a [`RegionId`] keeps the place from being used for another one.
+    life: Arc<()>,
 }
 
 // SAFETY: the mapping owns plain bytes (R1); access through it is governed by R2 and R3.
@@ -153,10 +193,16 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(len: usize) -> std::io::Result<Mapping> {
+        let life = Arc::new(());
         if len == 0 {
-            return Ok(Mapping { ptr: NonNull::dangling(), len });
+            return Ok(Mapping { ptr: NonNull::dangling(), len, life });
         }
-        Ok(Mapping { ptr: sys::allocate(len)?, len })
+        Ok(Mapping { ptr: sys::allocate(len)?, len, life })
+    }
+
+    fn id(&self) -> RegionId {
+        let start = self.ptr.as_ptr() as usize;
+        RegionId { start, len: self.len, life: Arc::downgrade(&self.life) }
     }
 }
 

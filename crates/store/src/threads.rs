@@ -1,146 +1,122 @@
-//! A read queue of threads with positioned reads.
+//! Reads made by threads, one positioned read each.
 //!
-//! A few threads take requests and sleep when there are none. It works wherever files can be read at
-//! an offset, and is what other engines fall back to.
+//! It works wherever files can be read at an offset, and is what the ring falls back to. Threads sleep
+//! when there is nothing to do, and are started as the depth calls for them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Condvar};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use crate::backlog::{Begun, Ticket};
+use crate::depth::QueueDepth;
 use crate::error::{Reader, StoreError};
 use crate::io::FileSet;
-use crate::queue::{Backlog, Completion, ReadQueue, ReadRequest};
-use crate::region::Piece;
+use crate::queue::{Completion, ReadRequest, Shared, WorkerQueue, Workers};
 
-/// A [`ReadQueue`] of threads with positioned reads.
-pub struct ThreadQueue {
-    shared: Arc<Shared>,
-    completions: Receiver<Completion>,
-    in_flight: usize,
-    workers: Vec<JoinHandle<()>>,
+/// A depth that calls for more is not worth it with threads.
+const MOST_THREADS: usize = 64;
+
+pub(crate) fn open(files: &Arc<FileSet>, depth: QueueDepth) -> WorkerQueue<Threads> {
+    let shared = Arc::new(Shared::new(files, depth));
+    let (done, completions) = mpsc::channel();
+    let pool = Arc::new(Pool { shared: shared.clone(), wake: Condvar::new() });
+    let mut threads = Threads { pool, done, threads: Vec::new() };
+    threads.start();
+    WorkerQueue::new(shared, completions, threads)
 }
 
-struct Shared {
-    files: Arc<FileSet>,
-    state: Mutex<State>,
+pub(crate) struct Threads {
+    pool: Arc<Pool>,
+    done: Sender<Completion>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Pool {
+    shared: Arc<Shared>,
     wake: Condvar,
 }
 
-#[derive(Default)]
-struct State {
-    backlog: Backlog,
-    closed: bool,
-}
-
-impl ThreadQueue {
-    /// Starts `threads` workers (at least one).
-    pub fn new(files: Arc<FileSet>, threads: usize) -> ThreadQueue {
-        let shared = Arc::new(Shared { files, state: Mutex::default(), wake: Condvar::new() });
-        let (done, completions) = mpsc::channel();
-        let workers = (0..threads.max(1))
-            .map(|i| {
-                let (shared, done) = (shared.clone(), done.clone());
-                std::thread::Builder::new()
-                    .name(format!("read-{i}"))
-                    .spawn(move || shared.work(&done))
-                    .expect("the system starts a thread")
-            })
-            .collect();
-        ThreadQueue { shared, completions, in_flight: 0, workers }
-    }
-}
-
-impl ReadQueue for ThreadQueue {
-    fn submit(&mut self, request: ReadRequest) {
-        self.shared.lock().backlog.push(request);
-        self.shared.wake.notify_one();
-        self.in_flight += 1;
-    }
-
-    fn poll(&mut self) -> Option<Completion> {
-        let completion = self.completions.try_recv().ok()?;
-        self.in_flight -= 1;
-        Some(completion)
-    }
-
-    fn wait(&mut self) -> Option<Completion> {
-        if self.in_flight == 0 {
-            return None;
-        }
-        let completion = self.completions.recv().expect("workers live as long as the queue");
-        self.in_flight -= 1;
-        Some(completion)
-    }
-
-    fn in_flight(&self) -> usize {
-        self.in_flight
-    }
-
-    fn promote(&mut self, tag: u64) {
-        if self.shared.lock().backlog.promote(tag) > 0 {
-            self.shared.wake.notify_all();
+impl Threads {
+    /// Starts as many threads as may be reading at once.
+    fn start(&mut self) {
+        let wanted = self.pool.shared.lock().backlog.depth().min(MOST_THREADS);
+        while self.threads.len() < wanted {
+            let (pool, done) = (self.pool.clone(), self.done.clone());
+            let thread = std::thread::Builder::new()
+                .name(format!("read-{}", self.threads.len()))
+                .spawn(move || pool.work(&done));
+            match thread {
+                Ok(thread) => self.threads.push(thread),
+                // Fewer do as well.
+                Err(_) if !self.threads.is_empty() => return,
+                Err(error) => panic!("the system starts no thread: {error}"),
+            }
         }
     }
+}
 
-    fn withdraw(&mut self, tag: u64) -> Vec<Piece> {
-        let pieces = self.shared.lock().backlog.withdraw(tag);
-        self.in_flight -= pieces.len();
-        pieces
+impl Workers for Threads {
+    fn wake(&mut self) {
+        self.start();
+        self.pool.wake.notify_all();
+    }
+
+    fn hold_memory(&self) -> bool {
+        false
+    }
+
+    fn take_threads(&mut self) -> Vec<JoinHandle<()>> {
+        std::mem::take(&mut self.threads)
     }
 }
 
-impl Drop for ThreadQueue {
-    /// Forgets what has not begun and waits for what has.
-    fn drop(&mut self) {
+impl Pool {
+    fn next(&self) -> Option<Begun> {
         let mut state = self.shared.lock();
-        state.closed = true;
-        state.backlog.clear();
-        drop(state);
-        self.shared.wake.notify_all();
-        for worker in self.workers.drain(..) {
-            // A panic inside a read was already reported as that read's result.
-            let _ = worker.join();
-        }
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panic while holding the queue")
-    }
-
-    fn next(&self) -> Option<ReadRequest> {
-        let mut state = self.lock();
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(request) = state.backlog.begin() {
-                return Some(request);
+            let usable = |copy| self.shared.files.usable(copy);
+            if let Some(begun) = state.backlog.begin(usable, Instant::now()) {
+                return Some(begun);
             }
             state = self.wake.wait(state).expect("no panic while holding the queue");
         }
     }
 
+    fn finish(&self, ticket: Ticket, finished: Instant) {
+        let mut state = self.shared.lock();
+        state.backlog.finish(ticket, finished);
+        let others = !state.backlog.is_empty();
+        drop(state);
+        if others {
+            self.wake.notify_all();
+        }
+    }
+
     fn work(&self, done: &Sender<Completion>) {
-        while let Some(ReadRequest { tag, file, offset, need, mut dest, urgency }) = self.next() {
+        let files = &self.shared.files;
+        while let Some(Begun { request, ticket }) = self.next() {
+            let ReadRequest { tag, file, offset, need, mut dest, .. } = request;
             // A request without a completion would be waited for for ever.
-            let read = AssertUnwindSafe(|| self.files.read_aligned(file, offset, need, &mut dest));
+            let read = AssertUnwindSafe(|| {
+                files.read_aligned_from(ticket.lane, file, offset, need, &mut dest)
+            });
             let result = catch_unwind(read).unwrap_or_else(|_| {
                 Err(StoreError::Io {
-                    path: self.files.entry(file).path.clone(),
+                    path: files.entry(file).path.clone(),
                     reader: Reader::Range,
                     offset,
                     len: need as u64,
                     source: std::io::Error::other("the read panicked"),
                 })
             });
-            if self.lock().backlog.finish(urgency) {
-                self.wake.notify_all();
-            }
-            if done.send(Completion { tag, dest, result, finished: Instant::now() }).is_err() {
+            let finished = Instant::now();
+            self.finish(ticket, finished);
+            if done.send(Completion { tag, dest, result, finished }).is_err() {
                 return;
             }
         }

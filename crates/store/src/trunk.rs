@@ -10,9 +10,8 @@ use forebay_models::Extent;
 use crate::error::{Reader, StoreError};
 use crate::io::FileSet;
 use crate::layout::Layout;
-use crate::queue::{IoOptions, ReadQueue, ReadRequest, Urgency};
+use crate::queue::{self, IoOptions, ReadRequest, Urgency};
 use crate::region::Region;
-use crate::threads::ThreadQueue;
 
 /// Extents closer than this are read as one: skipping less costs more than reading it.
 const MAX_GAP_BYTES: u64 = 64 << 10;
@@ -56,7 +55,7 @@ impl TrunkImage {
         let region = Region::new(layout.bytes() as usize, io.huge_pages)?;
         let reads = layout.reads(io.max_read_bytes);
         let (loan, pieces) = region.lend(reads.iter().map(|read| read.range.clone()));
-        let mut queue = ThreadQueue::new(files.clone(), io.threads.min(reads.len()));
+        let mut queue = queue::open(files, io, 0)?;
         for (i, (read, piece)) in reads.iter().zip(pieces).enumerate() {
             queue.submit(ReadRequest::new(i as u64, read, piece, Urgency::Demanded));
         }

@@ -9,11 +9,12 @@ use std::time::Duration;
 use common::Checkpoint;
 use forebay_store::faults::{Action, Call, Faulty};
 use forebay_store::{
-    ExpertStore, FileSet, IoMode, IoOptions, Policy, Residency, StoreOptions, open_store,
+    ExpertStore, FileSet, IoMode, IoOptions, Policy, QueueDepth, Residency, StoreOptions,
+    open_store,
 };
 
 fn open(checkpoint: &Checkpoint, files: FileSet, slots: usize) -> Box<dyn ExpertStore> {
-    let io = IoOptions { threads: 1, ..IoOptions::default() };
+    let io = IoOptions { depth: QueueDepth::Fixed(1), ..IoOptions::default() };
     let options = StoreOptions { io, policy: Policy::Lru };
     let mode = Residency::Stream { slots };
     open_store(&checkpoint.spec, Arc::new(files), mode, options, &mut |_, _| {}).unwrap()
@@ -76,7 +77,7 @@ impl Gate {
             }
             Action::Pass
         });
-        FileSet::open_on(&platform, &checkpoint.entries, IoMode::Auto).unwrap()
+        FileSet::open_on(Arc::new(platform), &checkpoint.entries, IoMode::Auto).unwrap()
     }
 
     fn set(&self, open: bool) {

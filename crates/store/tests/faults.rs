@@ -8,12 +8,13 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use common::Checkpoint;
+use common::{Checkpoint, engines};
 use forebay_models::Extent;
 use forebay_store::faults::{Action, Call, Faulty};
 use forebay_store::platform::Access;
 use forebay_store::{
-    ExpertStore, FileSet, IoMode, IoOptions, Residency, StoreError, TrunkImage, open_store,
+    ExpertStore, FileSet, IoEngine, IoMode, IoOptions, Residency, StoreError, TrunkImage,
+    open_store,
 };
 
 const EINTR: i32 = 4;
@@ -25,12 +26,13 @@ fn open_with(
     mode: IoMode,
     script: impl Fn(&Path, Access, Call) -> Action + Send + Sync + 'static,
 ) -> Result<Arc<FileSet>, StoreError> {
-    FileSet::open_on(&Faulty::new(script), &checkpoint.entries, mode).map(Arc::new)
+    FileSet::open_on(Arc::new(Faulty::new(script)), &checkpoint.entries, mode).map(Arc::new)
 }
 
-fn stream(checkpoint: &Checkpoint, files: &Arc<FileSet>) -> Box<dyn ExpertStore> {
+fn stream(checkpoint: &Checkpoint, files: &Arc<FileSet>, engine: IoEngine) -> Box<dyn ExpertStore> {
     let mode = Residency::Stream { slots: 3 };
-    open_store(&checkpoint.spec, files.clone(), mode, IoOptions::default(), &mut |_, _| {}).unwrap()
+    let io = IoOptions { engine, ..IoOptions::default() };
+    open_store(&checkpoint.spec, files.clone(), mode, io, &mut |_, _| {}).unwrap()
 }
 
 /// Hands out all experts of a layer, or gives up at the first error.
@@ -134,10 +136,12 @@ fn harmless() -> Vec<(&'static str, Script)> {
 #[test]
 fn faults_that_can_be_overcome_change_no_byte() {
     let checkpoint = Checkpoint::new(21, 4, 6);
-    for mode in [IoMode::Auto, IoMode::Buffered] {
+    let both = [IoMode::Auto, IoMode::Buffered];
+    let cases = both.into_iter().flat_map(|mode| engines().into_iter().map(move |e| (mode, e)));
+    for (mode, engine) in cases {
         for (name, script) in harmless() {
             let files = open_with(&checkpoint, mode, script).unwrap();
-            let mut store = stream(&checkpoint, &files);
+            let mut store = stream(&checkpoint, &files, engine);
             for _ in 0..2 {
                 for layer in 0..4 {
                     pass(&checkpoint, &mut *store, layer).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -145,7 +149,8 @@ fn faults_that_can_be_overcome_change_no_byte() {
             }
             let weight = &checkpoint.spec.layers[0].experts[0].gate;
             let extents: Vec<Extent> = weight.planes.iter().map(|plane| plane.extent).collect();
-            let image = TrunkImage::load(&files, &extents, &IoOptions::default(), &mut |_, _| {});
+            let io = IoOptions { engine, ..IoOptions::default() };
+            let image = TrunkImage::load(&files, &extents, &io, &mut |_, _| {});
             assert!(image.unwrap().bytes(extents[0]) == checkpoint.expected(extents[0]), "{name}");
             let refused = name.contains("refused") && mode == IoMode::Auto;
             // Once per file, however many reads were refused at the same time.
@@ -169,14 +174,20 @@ fn demanded_direct_reads_are_not_replaced() {
         _ => Action::Pass,
     });
     let files = files.unwrap();
-    let mut store = stream(&checkpoint, &files);
-    let error = pass(&checkpoint, &mut *store, 0).unwrap_err();
-    assert!(matches!(error, StoreError::DirectUnsupported { .. }), "{error}");
+    for engine in engines() {
+        let mut store = stream(&checkpoint, &files, engine);
+        let error = pass(&checkpoint, &mut *store, 0).unwrap_err();
+        assert!(matches!(error, StoreError::DirectUnsupported { .. }), "{error}");
+    }
     assert!(files.notes().is_empty());
 }
 
 #[test]
 fn a_lasting_device_error_is_retried_named_and_survived() {
+    engines().into_iter().for_each(a_lasting_device_error);
+}
+
+fn a_lasting_device_error(engine: IoEngine) {
     let checkpoint = Checkpoint::new(22, 4, 6);
     let bad = checkpoint.spec.layers[2].experts[4].down.planes[1].extent;
     let bad_path = checkpoint.path(bad.file as usize);
@@ -197,7 +208,7 @@ fn a_lasting_device_error_is_retried_named_and_survived() {
         }
     })
     .unwrap();
-    let mut store = stream(&checkpoint, &files);
+    let mut store = stream(&checkpoint, &files, engine);
     pass(&checkpoint, &mut *store, 0).unwrap();
     broken.store(true, SeqCst);
     store.begin(2, &[4]).unwrap();
@@ -217,7 +228,7 @@ fn a_lasting_device_error_is_retried_named_and_survived() {
 
     // A resident store names the expert as well.
     broken.store(true, SeqCst);
-    let io = IoOptions { max_read_bytes: 4096, ..IoOptions::default() };
+    let io = IoOptions { engine, max_read_bytes: 4096, ..IoOptions::default() };
     let opened = open_store(&checkpoint.spec, files, Residency::Resident, io, &mut |_, _| {});
     let error = opened.err().expect("broken").to_string();
     assert!(error.contains("layer 5 expert"), "{error}");
@@ -225,6 +236,10 @@ fn a_lasting_device_error_is_retried_named_and_survived() {
 
 #[test]
 fn a_failed_expert_is_tried_again_when_asked_for_again() {
+    engines().into_iter().for_each(a_failed_expert_is_tried_again);
+}
+
+fn a_failed_expert_is_tried_again(engine: IoEngine) {
     let checkpoint = Checkpoint::new(22, 1, 3);
     let broken = Arc::new(AtomicBool::new(true));
     let files = open_with(&checkpoint, IoMode::Auto, {
@@ -234,7 +249,7 @@ fn a_failed_expert_is_tried_again_when_asked_for_again() {
             _ => Action::Pass,
         }
     });
-    let mut store = stream(&checkpoint, &files.unwrap());
+    let mut store = stream(&checkpoint, &files.unwrap(), engine);
     store.begin(0, &[0, 1, 2]).unwrap();
     let mut leases = Vec::new();
     assert!(store.next_ready(&mut leases).is_err());
@@ -274,10 +289,12 @@ fn an_early_end_is_truncated_with_both_numbers() {
             }
             other => panic!("{other}"),
         }
-        let mut store = stream(&checkpoint, &files);
-        let error = pass(&checkpoint, &mut *store, 0).unwrap_err();
-        assert_eq!(error.class(), "Truncated", "{error}");
-        assert!(error.to_string().contains("layer 1 expert"), "{error}");
+        for engine in engines() {
+            let mut store = stream(&checkpoint, &files, engine);
+            let error = pass(&checkpoint, &mut *store, 0).unwrap_err();
+            assert_eq!(error.class(), "Truncated", "{error}");
+            assert!(error.to_string().contains("layer 1 expert"), "{error}");
+        }
     }
 }
 
@@ -326,13 +343,17 @@ fn a_changed_file_is_noticed() {
 /// Case D03, second half: buffered streaming leaves nothing behind in the page cache.
 #[test]
 fn buffered_streams_give_their_page_cache_back() {
+    engines().into_iter().for_each(page_cache_is_given_back);
+}
+
+fn page_cache_is_given_back(engine: IoEngine) {
     let checkpoint = Checkpoint::new(25, 2, 4);
     let forgotten = Arc::new(Mutex::new(Vec::new()));
     let read = Arc::new(Mutex::new(Vec::new()));
     let files = open_with(&checkpoint, IoMode::Buffered, {
         let (forgotten, read) = (forgotten.clone(), read.clone());
         move |path, access, call| {
-            assert_eq!(access, Access::Buffered);
+            assert!(access == Access::Buffered || matches!(call, Call::Ring | Call::Register));
             match call {
                 Call::Read { offset, len } => {
                     read.lock().unwrap().push((path.to_path_buf(), offset, offset + len as u64));
@@ -340,12 +361,12 @@ fn buffered_streams_give_their_page_cache_back() {
                 Call::Forget { offset, len } => {
                     forgotten.lock().unwrap().push((path.to_path_buf(), offset, offset + len));
                 }
-                Call::Open => {}
+                Call::Open | Call::Ring | Call::Register => {}
             }
             Action::Pass
         }
     });
-    let mut store = stream(&checkpoint, &files.unwrap());
+    let mut store = stream(&checkpoint, &files.unwrap(), engine);
     pass(&checkpoint, &mut *store, 0).unwrap();
     pass(&checkpoint, &mut *store, 1).unwrap();
     drop(store);

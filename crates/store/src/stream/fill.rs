@@ -58,6 +58,7 @@ impl StreamStore {
             self.fill(slot, Why::Demanded { pass: self.serial });
         }
         self.read_ahead();
+        self.queue.flush();
     }
 
     /// Starts the reads that fill a slot for its owner.

@@ -24,15 +24,14 @@ use std::time::Instant;
 use crate::ExpertView;
 use crate::cache::policy::Policy;
 use crate::cache::{Cache, SlotId, State};
-use crate::error::StoreError;
+use crate::error::{Reader, StoreError};
 use crate::io::FileSet;
 use crate::layout::Layout;
-use crate::queue::{IoOptions, ReadQueue};
+use crate::queue::{self, IoOptions, ReadQueue};
 use crate::region::Region;
 use crate::spec::{StoreSpec, expert_layout, expert_view};
 use crate::stats::{BusyClock, LayerSnapshot, StoreSnapshot, StoreStats};
 use crate::store::{ExpertStore, Lease, Residency, StoreOptions};
-use crate::threads::ThreadQueue;
 use ahead::Ahead;
 use fill::Slot;
 
@@ -90,7 +89,7 @@ impl StreamStore {
         let experts_of_layer: Vec<usize> =
             spec.layers.iter().map(|layer| layer.experts.len()).collect();
         let mut store = StreamStore {
-            queue: Box::new(ThreadQueue::new(files.clone(), io.threads)),
+            queue: queue::open(&files, &io, slots.min(spec.n_experts_total()))?,
             files,
             io,
             policy,
@@ -113,11 +112,19 @@ impl StreamStore {
     /// Fails if a file of an expert that is not in the pool changed.
     fn check_files(&self, layer: usize, experts: &[u16]) -> Result<(), StoreError> {
         let missing = experts.iter().filter(|&&e| self.cache.lookup(layer, e).is_none());
-        let mut files: Vec<u32> =
-            missing.flat_map(|&e| self.experts[layer][e as usize].layout.files()).collect();
+        let mut files: Vec<(u32, u16)> = missing
+            .flat_map(|&e| {
+                let files = self.experts[layer][e as usize].layout.files();
+                files.into_iter().map(move |file| (file, e))
+            })
+            .collect();
         files.sort_unstable();
-        files.dedup();
-        files.into_iter().try_for_each(|file| self.files.check_unchanged(file))
+        files.dedup_by_key(|&mut (file, _)| file);
+        files.into_iter().try_for_each(|(file, expert)| {
+            let layer = self.spec.layers[layer].layer;
+            let for_it = |error: StoreError| error.read_for(Reader::Expert { layer, expert });
+            self.files.check_unchanged(file).map_err(for_it)
+        })
     }
 
     fn expert(&self, layer: usize, expert: u16) -> LayerRef<'_> {
@@ -136,7 +143,8 @@ impl StreamStore {
     /// Gives back the memory of slots that are too many, as far as they can go now.
     fn trim(&mut self) {
         while let Some(id) = self.cache.retire() {
-            self.slots[id as usize] = Slot::default();
+            let slot = std::mem::take(&mut self.slots[id as usize]);
+            self.queue.retire(slot.region.expect("a slot that goes has its memory"));
         }
     }
 }
@@ -235,7 +243,7 @@ impl ExpertStore for StreamStore {
         }
         self.trim();
         self.settle_finished();
-        self.read_ahead();
+        self.start_reads();
     }
 
     fn resize(&mut self, slots: usize) -> Result<usize, StoreError> {
@@ -272,7 +280,7 @@ impl ExpertStore for StreamStore {
     fn guess(&mut self, layer: usize, experts: &[u16]) {
         self.settle_finished();
         self.add_guesses(layer, experts);
-        self.read_ahead();
+        self.start_reads();
     }
 
     fn hot(&self) -> Vec<(usize, u16)> {
@@ -282,7 +290,7 @@ impl ExpertStore for StreamStore {
     fn warm(&mut self, experts: &[(usize, u16)]) {
         self.settle_finished();
         self.set_warm(experts);
-        self.read_ahead();
+        self.start_reads();
     }
 
     fn snapshot(&self) -> StoreSnapshot {

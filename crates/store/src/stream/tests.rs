@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use proptest::prelude::*;
 
 use super::*;
-use crate::IoMode;
 use crate::faults::{Action, Call, Faulty};
+use crate::{IoEngine, IoMode, QueueDepth};
 use common::Checkpoint;
 
 #[path = "../../tests/common/mod.rs"]
@@ -137,7 +137,8 @@ proptest! {
     fn slots_and_bytes_survive_any_sequence(
         slots in 1usize..12,
         policy in prop::sample::select(&Policy::ALL[..]),
-        threads in 1usize..4,
+        engine in prop::sample::select(&[IoEngine::Auto, IoEngine::Threads][..]),
+        depth in prop::sample::select(&[QueueDepth::Measured, QueueDepth::Fixed(1), QueueDepth::Fixed(3)][..]),
         steps in prop::collection::vec(step(), 1..60),
     ) {
         let checkpoint = Checkpoint::new(1, LAYERS, EXPERTS as usize);
@@ -158,8 +159,8 @@ proptest! {
             }
         };
         let platform = Faulty::new(script);
-        let files = FileSet::open_on(&platform, &checkpoint.entries, IoMode::Auto).unwrap();
-        let io = IoOptions { threads, max_read_bytes: 8192, ..IoOptions::default() };
+        let files = FileSet::open_on(Arc::new(platform), &checkpoint.entries, IoMode::Auto).unwrap();
+        let io = IoOptions { engine, depth, max_read_bytes: 8192, ..IoOptions::default() };
         let options = StoreOptions { io, policy };
         let files = Arc::new(files);
         let mut store = StreamStore::open(&checkpoint.spec, files, slots, options).unwrap();

@@ -9,7 +9,20 @@ use forebay_files::FileEntry;
 use forebay_models::{ExpertWeights, Extent, PlaneRef, WeightRef};
 use forebay_quant::{Format, MatrixView, ParamType};
 use forebay_store::io::entry_of;
-use forebay_store::{ExpertView, LayerExperts, StoreSpec};
+use forebay_store::platform::{Platform, System};
+use forebay_store::ring::RingSize;
+use forebay_store::{ExpertView, IoEngine, LayerExperts, StoreSpec};
+
+/// Those that this machine has.
+pub fn engines() -> Vec<IoEngine> {
+    match System.ring(&[], RingSize { reads: 1, buffers: 0 }) {
+        Ok(_) => vec![IoEngine::Threads, IoEngine::Uring],
+        Err(error) => {
+            println!("only threads are tested: {error}");
+            vec![IoEngine::Threads]
+        }
+    }
+}
 
 pub struct Rng(pub u64);
 
@@ -62,6 +75,18 @@ impl Checkpoint {
             bytes.push(data);
         }
         Checkpoint { dir, entries, bytes, spec }
+    }
+
+    /// The same files in another directory.
+    pub fn copy(&self) -> (tempfile::TempDir, Vec<FileEntry>) {
+        let dir = tempfile::tempdir().unwrap();
+        let copy = |entry: &FileEntry| {
+            let path = dir.path().join(entry.path.file_name().unwrap());
+            std::fs::copy(&entry.path, &path).unwrap();
+            entry_of(&path).unwrap()
+        };
+        let entries = self.entries.iter().map(copy).collect();
+        (dir, entries)
     }
 
     pub fn path(&self, file: usize) -> PathBuf {
