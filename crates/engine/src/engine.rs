@@ -125,7 +125,6 @@ pub struct Engine {
     files: Arc<FileSet>,
     embedding: Embedding,
     level: Level,
-    io_threads: usize,
 }
 
 /// What changing the budget needs to know.
@@ -159,10 +158,15 @@ impl Engine {
                 routed.experts.biases = Vec::new();
             }
         }
-        let files = Arc::new(FileSet::open(&catalog.files, options.io)?);
+        let mut files = FileSet::open(&catalog.files, options.io)?;
+        if let Some(also) = &options.also {
+            files.add_copy(&catalog, &Catalog::open(also)?)?;
+        }
+        let files = Arc::new(files);
         drop(catalog);
         let io = IoOptions {
-            threads: options.io_threads,
+            engine: options.io_engine,
+            depth: options.io_depth,
             huge_pages: HugePages::Advise,
             ..IoOptions::default()
         };
@@ -211,7 +215,6 @@ impl Engine {
             files,
             embedding,
             level,
-            io_threads: options.io_threads,
         })
     }
 
@@ -283,7 +286,7 @@ impl Engine {
     pub fn read_shape(&self) -> (usize, usize) {
         let stats = self.store.as_ref().map(|s| s.stats()).unwrap_or_default();
         let block = stats.bytes_read.checked_div(stats.reads).unwrap_or(1 << 20);
-        (block as usize, self.io_threads)
+        (block as usize, stats.queue_depth.max(1))
     }
 
     /// The files of the model.

@@ -1,9 +1,11 @@
 //! What a caller chooses when opening a model.
 
+use std::path::PathBuf;
+
 use forebay_cpu::Level;
 use forebay_cpu::attention::KvType;
 use forebay_program::Precision;
-use forebay_store::{IoMode, Policy};
+use forebay_store::{IoEngine, IoMode, Policy, QueueDepth};
 
 use crate::pilot::Prefetch;
 
@@ -56,8 +58,12 @@ pub struct EngineOptions {
     pub sequences: usize,
     /// How files are read.
     pub io: IoMode,
-    /// Threads that read.
-    pub io_threads: usize,
+    /// Who makes large reads.
+    pub io_engine: IoEngine,
+    /// Large reads in flight at once.
+    pub io_depth: QueueDepth,
+    /// A second copy of the model on another disk.
+    pub also: Option<PathBuf>,
     /// Which expert has to go when a slot is needed.
     pub policy: Policy,
     /// Guessing experts ahead.
@@ -84,7 +90,9 @@ impl Default for EngineOptions {
             context: None,
             sequences: 1,
             io: IoMode::Auto,
-            io_threads: 4,
+            io_engine: IoEngine::Auto,
+            io_depth: QueueDepth::Measured,
+            also: None,
             policy: Policy::default(),
             prefetch: Prefetch::Auto,
             elastic: true,

@@ -18,6 +18,9 @@ const MIB: u64 = 1 << 20;
 /// The program's own code and data, measured as anonymous memory of an idle process and rounded up.
 const PROCESS_BYTES: u64 = 12 * MIB;
 
+/// Stacks of compute threads that those of readers count as: there may be more of them, but small ones.
+const IO_THREADS: usize = 4;
+
 /// Memory that a description of the model takes per tensor or expert matrix: names, shapes, extents.
 const BYTES_PER_TENSOR: u64 = 1024;
 
@@ -240,7 +243,7 @@ impl PlanInput<'_> {
         let d = self.spec.hidden_size as u64;
         let host = chunk as u64 * d * 4 + 16.min(chunk) as u64 * self.spec.vocab_size as u64 * 8;
         let matrices = self.store.n_experts_total() * 3 + self.tensors;
-        let threads = o.threads() + o.io_threads;
+        let threads = o.threads() + IO_THREADS;
         let mut ledger = Ledger::default();
         ledger.add("trunk", trunk + vectors);
         ledger.add(KV_LINE, kv);

@@ -161,9 +161,12 @@ pub struct Options {
     /// How files are read.
     #[arg(long, env = "FOREBAY_IO", value_enum, default_value = "auto")]
     pub io: IoArg,
-    /// Threads that read experts.
-    #[arg(long, env = "FOREBAY_IO_THREADS", value_name = "N", default_value_t = 4)]
-    pub io_threads: usize,
+    /// Expert reads in flight at once; what turns out to be enough unless told.
+    #[arg(long, env = "FOREBAY_IO_DEPTH", value_name = "N", alias = "io-threads")]
+    pub io_depth: Option<usize>,
+    /// A second copy of the model, on another disk: both are read.
+    #[arg(long, env = "FOREBAY_ALSO", value_name = "PATH")]
+    pub also: Option<PathBuf>,
     /// Compute threads; one per core unless told.
     #[arg(long, env = "FOREBAY_THREADS", value_name = "N")]
     pub threads: Option<usize>,
@@ -306,18 +309,13 @@ impl Options {
         use forebay_cpu::attention::KvType;
         use forebay_engine::EngineError;
         use forebay_program::Precision;
-        use forebay_store::IoMode;
+        use forebay_store::{IoEngine, IoMode, QueueDepth};
         let refuse = |what: &str, instead: &str| EngineError::Refused {
             what: what.into(),
             instead: instead.into(),
         };
         if self.backend == BackendArg::Cuda {
             return Err(refuse("--backend cuda", "this build computes on the CPU only").into());
-        }
-        if self.io == IoArg::Uring {
-            return Err(
-                refuse("--io uring", "this build reads with threads; leave it at auto").into()
-            );
         }
         if let Some(level) = self.simd.filter(|l| !Level::available().contains(l)) {
             let have: Vec<String> = Level::available().iter().map(|l| l.to_string()).collect();
@@ -332,7 +330,7 @@ impl Options {
         positive("threads", self.threads)?;
         positive("chunk", self.chunk)?;
         positive("context", self.context)?;
-        positive("io-threads", Some(self.io_threads))?;
+        positive("io-depth", self.io_depth)?;
         if self.threads.is_some_and(|n| n > MAX_THREADS) {
             return Err(crate::failure::usage(format!("--threads must be at most {MAX_THREADS}")));
         }
@@ -360,10 +358,18 @@ impl Options {
             context: self.context,
             io: match self.io {
                 IoArg::Buffered => IoMode::Buffered,
-                IoArg::Threads => IoMode::Direct,
-                IoArg::Auto | IoArg::Uring => IoMode::Auto,
+                IoArg::Auto | IoArg::Uring | IoArg::Threads => IoMode::Auto,
             },
-            io_threads: self.io_threads.min(256),
+            io_engine: match self.io {
+                IoArg::Auto | IoArg::Buffered => IoEngine::Auto,
+                IoArg::Uring => IoEngine::Uring,
+                IoArg::Threads => IoEngine::Threads,
+            },
+            io_depth: match self.io_depth {
+                Some(depth) => QueueDepth::Fixed(depth.min(256)),
+                None => QueueDepth::Measured,
+            },
+            also: self.also.clone(),
             policy: self.policy,
             prefetch: match self.prefetch {
                 PrefetchArg::Auto => Prefetch::Auto,

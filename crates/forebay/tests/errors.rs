@@ -230,7 +230,7 @@ fn places(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
 #[case(&["--threads", "1000000"], 2, &["--threads", "at most"])]
 #[case(&["--chunk", "0"], 2, &["--chunk", "at least 1"])]
 #[case(&["--context", "0"], 2, &["--context", "at least 1"])]
-#[case(&["--io-threads", "0"], 2, &["--io-threads", "at least 1"])]
+#[case(&["--io-depth", "0"], 2, &["--io-depth", "at least 1"])]
 #[case(&["--temp=-1"], 2, &["--temp"])]
 #[case(&["--temp", "nan"], 2, &["--temp"])]
 #[case(&["--top-p", "0"], 2, &["--top-p"])]
@@ -238,7 +238,6 @@ fn places(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
 #[case(&["--repeat-penalty", "0"], 2, &["--repeat-penalty"])]
 #[case(&["--context", "5000"], 3, &["5000", "4096"])]
 #[case(&["--backend", "cuda"], 3, &["--backend cuda", "CPU"])]
-#[case(&["--io", "uring"], 3, &["--io uring", "auto"])]
 fn options(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
     let mut command = forebay();
     command.arg("run").arg(model(GPT_OSS)).arg("Once").args(args);

@@ -123,6 +123,11 @@ impl Backlog {
         self.lanes.iter().map(|lane| lane.depth.limit()).sum()
     }
 
+    /// The same of the first disk alone.
+    pub(crate) fn first_depth(&self) -> usize {
+        self.lanes[0].depth.limit()
+    }
+
     /// As [`crate::queue::ReadQueue::promote`]. Returns how many became demanded.
     pub(crate) fn promote(&mut self, tag: u64) -> usize {
         let requests = take_tag(&mut self.ahead, tag);

@@ -115,6 +115,8 @@ pub trait ReadQueue: Send {
     fn wait(&mut self) -> Option<Completion>;
     /// Reads submitted whose completions were not taken yet.
     fn in_flight(&self) -> usize;
+    /// Reads of one disk that may be in flight at once now.
+    fn depth(&self) -> usize;
     /// Reads of this tag that were not begun are demanded from now on.
     fn promote(&mut self, tag: u64);
     /// Forgets the reads of this tag that nobody demanded and that were not begun; they have no
@@ -233,6 +235,10 @@ impl<W: Workers> ReadQueue for WorkerQueue<W> {
 
     fn in_flight(&self) -> usize {
         self.in_flight
+    }
+
+    fn depth(&self) -> usize {
+        self.shared.lock().backlog.first_depth()
     }
 
     fn promote(&mut self, tag: u64) {

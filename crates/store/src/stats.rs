@@ -19,6 +19,8 @@ pub struct StoreStats {
     pub read_wait: Duration,
     /// Time in which at least one demanded read was in flight.
     pub read_busy: Duration,
+    /// Reads of one disk that may be in flight at once, as last measured.
+    pub queue_depth: usize,
     /// Always 0: a store never writes.
     pub bytes_written: u64,
     /// Guessed reads.

@@ -17,6 +17,8 @@ use crate::queue::{Completion, ReadRequest, Shared, WorkerQueue, Workers};
 
 /// A depth that calls for more is not worth it with threads.
 const MOST_THREADS: usize = 64;
+/// Reading needs little.
+const STACK_BYTES: usize = 256 << 10;
 
 pub(crate) fn open(files: &Arc<FileSet>, depth: QueueDepth) -> WorkerQueue<Threads> {
     let shared = Arc::new(Shared::new(files, depth));
@@ -46,6 +48,7 @@ impl Threads {
             let (pool, done) = (self.pool.clone(), self.done.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("read-{}", self.threads.len()))
+                .stack_size(STACK_BYTES)
                 .spawn(move || pool.work(&done));
             match thread {
                 Ok(thread) => self.threads.push(thread),

@@ -315,6 +315,7 @@ impl ExpertStore for StreamStore {
     fn stats(&self) -> StoreStats {
         let mut stats = self.stats.clone();
         stats.guesses.wasted = self.cache.wasted();
+        stats.queue_depth = self.queue.depth();
         stats
     }
 
