@@ -99,11 +99,19 @@ impl Sampler {
             c.select_nth_unstable_by(k - 1, better);
             c.truncate(k);
         }
-        c.sort_unstable_by(better);
-        let max = c[0].1 as f64;
+        let max = c.iter().fold(f32::NEG_INFINITY, |max, (_, l)| max.max(*l)) as f64;
         let inv_t = 1.0 / p.temperature as f64;
-        let weights: Vec<f64> = c.iter().map(|(_, l)| ((*l as f64 - max) * inv_t).exp()).collect();
-        let total: f64 = weights.iter().sum();
+        let weight = |l: f32| ((l as f64 - max) * inv_t).exp();
+        // Sorting a whole vocabulary takes longer than all the rest: only what can be drawn is sorted, and
+        // nothing where nothing is cut.
+        let total: f64 = c.iter().map(|(_, l)| weight(*l)).sum();
+        if p.min_p > 0.0 {
+            c.retain(|(_, l)| *l as f64 == max || weight(*l) >= p.min_p as f64);
+        }
+        if p.top_p < 1.0 || p.min_p > 0.0 || p.top_k > 0 {
+            c.sort_unstable_by(better);
+        }
+        let weights: Vec<f64> = c.iter().map(|(_, l)| weight(*l)).collect();
         let mut keep = 0;
         let mut mass = 0.0;
         for w in &weights {

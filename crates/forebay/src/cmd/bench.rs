@@ -78,7 +78,10 @@ fn sample(
     let mut after_prompt: Option<Stats> = None;
     // The first token comes from the prompt's logits: one more gives `gen_tokens` decode steps.
     let params = GenerateParams { max_tokens: gen_tokens + 1, ignore_eos: true, eos_ids: vec![] };
-    let mut sampler = Sampler::new(SamplerParams::default());
+    // Drawn from all tokens: the most likely one again and again would choose the same experts.
+    let drawn =
+        SamplerParams { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, ..Default::default() };
+    let mut sampler = Sampler::new(drawn);
     let generated = engine.generate(
         &mut sequence,
         prompt,
