@@ -68,7 +68,9 @@ pub fn measure_with(
     let request = |offset, dest| ReadRequest { tag: 0, file, offset, need: block, dest, urgency };
     let blocks = options.depth.most();
     let mut queue = queue::open(files, options, 1)?;
-    let region = Region::new(block * blocks, HugePages::Advise)?;
+    let mut region = Region::new(block * blocks, HugePages::Advise)?;
+    // Memory that was never touched would be cleared while reading.
+    region.fill(0);
     let (_loan, pieces) = region.lend((0..blocks).map(|i| i * block..(i + 1) * block));
     let start = Instant::now();
     for piece in pieces {

@@ -21,14 +21,14 @@ pub enum QueueDepth {
 const LEVELS: [usize; 5] = [2, 4, 8, 16, 32];
 const FIRST_LEVEL: usize = 1;
 /// A depth is good enough with this share of the best rate.
-const ENOUGH: f64 = 0.95;
+const ENOUGH: f64 = 0.9;
 /// Every so many stretches another depth is tried.
 const TRY_EVERY: usize = 8;
 /// A stretch is at least so many times the depth in reads, and at most `MAX_READS`.
 const MIN_TURNS: usize = 2;
 const MAX_READS: usize = 64;
 /// What the latest stretch weighs.
-const WEIGHT: f64 = 0.3;
+const WEIGHT: f64 = 0.2;
 
 impl QueueDepth {
     /// The most reads that will ever be in flight.
