@@ -3,7 +3,7 @@
 //! Too few leave the disk waiting; too many only make each read take longer, and with it the first
 //! expert that could be computed and the demanded read behind a guess. While reads are waiting, the
 //! disk's rate at the present depth shows. The depth in use is the smallest whose rate is within
-//! [`ENOUGH`] of the best; now and then a neighbour is tried, as disks and their other users change.
+//! `ENOUGH` of the best; now and then a neighbour is tried, as disks and their other users change.
 
 use std::time::Instant;
 

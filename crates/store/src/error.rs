@@ -59,6 +59,12 @@ pub enum StoreError {
         /// System's reason.
         source: io::Error,
     },
+    /// The system starts no thread.
+    #[error("no thread that reads could be started: {source}")]
+    NoThread {
+        /// System's reason.
+        source: io::Error,
+    },
     /// What was given as a second copy of the model is something else.
     #[error("{}: not a copy of the model: {what}", path.display())]
     CopyDiffers {
@@ -200,7 +206,9 @@ impl StoreError {
     /// The error class, as all of Forebay's crates name them.
     pub fn class(&self) -> &'static str {
         match self {
-            StoreError::Open { .. } | StoreError::Io { .. } => "IoError",
+            StoreError::Open { .. } | StoreError::Io { .. } | StoreError::NoThread { .. } => {
+                "IoError"
+            }
             StoreError::DirectUnsupported { .. } | StoreError::NoRing { .. } => "Unsupported",
             StoreError::CopyDiffers { .. } => "SizeMismatch",
             StoreError::Truncated { .. } => "Truncated",

@@ -4,7 +4,7 @@
 //! and for buffered ones (small scattered reads, and whatever direct reads cannot do). A checkpoint
 //! may have a second copy on another disk; then every file is held twice again, and what one copy
 //! fails to give is read from the other. What becomes of a single read is decided in
-//! [`crate::progress`], for every engine.
+//! `crate::progress`, for every engine.
 //!
 //! What is not here: several reads at once ([`crate::queue`]), the system's calls
 //! ([`crate::platform`]).

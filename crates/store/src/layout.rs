@@ -156,7 +156,34 @@ mod tests {
         assert_eq!(Layout::cover(near, 65535).runs.len(), 2);
     }
 
+    /// Bytes that at least one extent covers.
+    fn union_bytes(extents: &[Extent]) -> u64 {
+        let mut sorted: Vec<Extent> = extents.iter().copied().filter(|e| e.len > 0).collect();
+        sorted.sort_unstable();
+        let (mut sum, mut end) = (0, (0, 0));
+        for e in sorted {
+            let from = if end.0 == e.file { e.offset.max(end.1) } else { e.offset };
+            let to = e.offset + e.len;
+            sum += to.saturating_sub(from);
+            end = (e.file, if end.0 == e.file { to.max(end.1) } else { to });
+        }
+        sum
+    }
+
     proptest! {
+        /// Wherever extents lie, a read takes less than a page too much at either end, and gaps that
+        /// are read over are less than a page.
+        #[test]
+        fn little_is_read_for_nothing(
+            extents in prop::collection::vec((0u32..3, 0u64..9_000_000, 0u64..500_000), 1..12),
+        ) {
+            let extents: Vec<_> = extents.iter().map(|&(f, o, l)| extent(f, o, l)).collect();
+            let layout = Layout::cover(extents.iter().copied(), A);
+            let wanted = extents.iter().filter(|e| e.len > 0).count() as u64;
+            let extra = layout.bytes() - union_bytes(&extents);
+            prop_assert!(extra <= wanted * 2 * (A - 1), "{} bytes for {} extents", extra, wanted);
+        }
+
         #[test]
         fn reads_tile_the_memory_and_cover_every_extent(
             extents in prop::collection::vec((0u32..3, 0u64..200_000, 0u64..50_000), 0..12),

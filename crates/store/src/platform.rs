@@ -3,7 +3,7 @@
 //! [`Platform`] opens a file for buffered or for direct (page cache bypassing) reads, [`ReadAt`] is
 //! the open file. [`System`] is the real one: `O_DIRECT` on Linux and the BSDs, `F_NOCACHE` on
 //! macOS, `FILE_FLAG_NO_BUFFERING` on Windows. Retries, fallbacks and alignment are policy and live
-//! in [`crate::io`] and [`crate::progress`]; a platform that fails on purpose, for tests, is in [`crate::faults`].
+//! in [`crate::io`] and `crate::progress`; a platform that fails on purpose, for tests, is in [`crate::faults`].
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,8 +1,8 @@
 //! Reads in flight: submit now, complete later.
 //!
 //! [`ReadQueue`] is the shape of asynchronous reads: a request owns the memory it fills and gives it
-//! back with its completion, so a queue may hand it to threads ([`crate::threads`]) or to the kernel
-//! ([`crate::ring`]). [`open`] picks the engine. Which read is next is decided in [`crate::backlog`].
+//! back with its completion, so a queue may hand it to threads (`crate::threads`) or to the kernel
+//! ([`crate::ring`]). [`open`] picks the engine. Which read is next is decided in `crate::backlog`.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -140,12 +140,15 @@ pub fn open(
             Err(source) if options.engine == IoEngine::Uring => {
                 return Err(StoreError::NoRing { source });
             }
-            Err(error) => files.note_once(&format!(
+            // Where it was never to be expected there is nothing to tell.
+            Err(error) if cfg!(target_os = "linux") => files.note_once(&format!(
                 "io_uring is not available here ({error}), reading with threads"
             )),
+            Err(_) => {}
         }
     }
-    Ok(Box::new(threads::open(files, options.depth)))
+    let queue = threads::open(files, options.depth);
+    Ok(Box::new(queue.map_err(|source| StoreError::NoThread { source })?))
 }
 
 /// What a queue and its workers share.

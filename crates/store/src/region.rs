@@ -155,20 +155,14 @@ impl Piece {
 /// Tells regions apart, also one from an earlier one at the same address.
 #[derive(Clone, Debug)]
 pub(crate) struct RegionId {
-    start: usize,
-    len: usize,
+    range: Range<usize>,
     life: Weak<()>,
 }
 
 impl RegionId {
-    /// Address of its first byte.
-    pub(crate) fn start(&self) -> usize {
-        self.start
-    }
-
-    /// Bytes.
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    /// Its addresses.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.range.clone()
     }
 }
 
@@ -202,7 +196,7 @@ impl Mapping {
 
     fn id(&self) -> RegionId {
         let start = self.ptr.as_ptr() as usize;
-        RegionId { start, len: self.len, life: Arc::downgrade(&self.life) }
+        RegionId { range: start..start + self.len, life: Arc::downgrade(&self.life) }
     }
 }
 

@@ -3,7 +3,7 @@
 //! [`Ring`] is what such an engine must do; the real one is `io_uring` on Linux (`crate::uring`), and a
 //! faulty one is in [`crate::faults`]. The thread hands over what the backlog lets begin, sleeps until
 //! a read is over or there is something new, and applies the same rules to each outcome as any other
-//! engine ([`crate::progress`]). It keeps the disk busy and notes when reads were over while the
+//! engine (`crate::progress`). It keeps the disk busy and notes when reads were over while the
 //! caller computes.
 //!
 //! Memory that is read into again and again is announced to the kernel (registered), so that it does
@@ -280,11 +280,11 @@ impl Buffers {
     /// The registration of the region that a piece is part of, made now if there is none yet.
     fn of(&mut self, piece: &Piece, ring: &mut dyn Ring, files: &FileSet) -> Option<u16> {
         let region = piece.region();
-        match self.known.get(&region.start()) {
+        match self.known.get(&region.range().start) {
             Some((known, buffer)) if *known == region => return Some(*buffer),
             Some(_) => {
                 // Memory that was given back without telling, and its address used again.
-                let (_, buffer) = self.known.remove(&region.start()).expect("just seen");
+                let (_, buffer) = self.known.remove(&region.range().start).expect("just seen");
                 ring.unregister(buffer);
                 self.free.push(buffer);
             }
@@ -296,7 +296,7 @@ impl Buffers {
         let buffer = self.free.pop()?;
         match ring.register(buffer, piece) {
             Ok(()) => {
-                self.known.insert(region.start(), (region, buffer));
+                self.known.insert(region.range().start, (region, buffer));
                 Some(buffer)
             }
             Err(error) => {
@@ -311,10 +311,10 @@ impl Buffers {
     }
 
     fn remove(&mut self, region: &RegionId) -> Option<u16> {
-        if self.known.get(&region.start())?.0 != *region {
+        if self.known.get(&region.range().start)?.0 != *region {
             return None;
         }
-        let (_, buffer) = self.known.remove(&region.start())?;
+        let (_, buffer) = self.known.remove(&region.range().start)?;
         self.free.push(buffer);
         Some(buffer)
     }

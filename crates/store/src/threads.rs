@@ -3,6 +3,7 @@
 //! It works wherever files can be read at an offset, and is what the ring falls back to. Threads sleep
 //! when there is nothing to do, and are started as the depth calls for them.
 
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar};
@@ -20,13 +21,13 @@ const MOST_THREADS: usize = 64;
 /// Reading needs little.
 const STACK_BYTES: usize = 256 << 10;
 
-pub(crate) fn open(files: &Arc<FileSet>, depth: QueueDepth) -> WorkerQueue<Threads> {
+pub(crate) fn open(files: &Arc<FileSet>, depth: QueueDepth) -> io::Result<WorkerQueue<Threads>> {
     let shared = Arc::new(Shared::new(files, depth));
     let (done, completions) = mpsc::channel();
     let pool = Arc::new(Pool { shared: shared.clone(), wake: Condvar::new() });
     let mut threads = Threads { pool, done, threads: Vec::new() };
-    threads.start();
-    WorkerQueue::new(shared, completions, threads)
+    threads.start()?;
+    Ok(WorkerQueue::new(shared, completions, threads))
 }
 
 pub(crate) struct Threads {
@@ -41,8 +42,8 @@ struct Pool {
 }
 
 impl Threads {
-    /// Starts as many threads as may be reading at once.
-    fn start(&mut self) {
+    /// Starts as many threads as may be reading at once; at least one, or there is an error.
+    fn start(&mut self) -> io::Result<()> {
         let wanted = self.pool.shared.lock().backlog.depth().min(MOST_THREADS);
         while self.threads.len() < wanted {
             let (pool, done) = (self.pool.clone(), self.done.clone());
@@ -53,16 +54,18 @@ impl Threads {
             match thread {
                 Ok(thread) => self.threads.push(thread),
                 // Fewer do as well.
-                Err(_) if !self.threads.is_empty() => return,
-                Err(error) => panic!("the system starts no thread: {error}"),
+                Err(_) if !self.threads.is_empty() => return Ok(()),
+                Err(error) => return Err(error),
             }
         }
+        Ok(())
     }
 }
 
 impl Workers for Threads {
     fn wake(&mut self) {
-        self.start();
+        // There are some already.
+        let _ = self.start();
         self.pool.wake.notify_all();
     }
 
@@ -114,7 +117,7 @@ impl Pool {
                     reader: Reader::Range,
                     offset,
                     len: need as u64,
-                    source: std::io::Error::other("the read panicked"),
+                    source: io::Error::other("the read panicked"),
                 })
             });
             let finished = Instant::now();

@@ -140,9 +140,9 @@ impl Ring for KernelRing {
     }
 
     fn register(&mut self, buffer: u16, piece: &Piece) -> io::Result<()> {
-        let region = piece.region();
-        let iov_base = std::ptr::without_provenance_mut(region.start());
-        self.register_at(buffer, libc::iovec { iov_base, iov_len: region.len() })
+        let range = piece.region().range();
+        let iov_base = std::ptr::without_provenance_mut(range.start);
+        self.register_at(buffer, libc::iovec { iov_base, iov_len: range.len() })
     }
 
     fn unregister(&mut self, buffer: u16) {

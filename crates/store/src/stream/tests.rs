@@ -136,6 +136,7 @@ proptest! {
     #[test]
     fn slots_and_bytes_survive_any_sequence(
         slots in 1usize..12,
+        two_copies in any::<bool>(),
         policy in prop::sample::select(&Policy::ALL[..]),
         engine in prop::sample::select(&[IoEngine::Auto, IoEngine::Threads][..]),
         depth in prop::sample::select(&[QueueDepth::Measured, QueueDepth::Fixed(1), QueueDepth::Fixed(3)][..]),
@@ -149,6 +150,12 @@ proptest! {
             move |_: &std::path::Path, _, call| match (call, odds.load(SeqCst)) {
                 (Call::Read { offset, .. }, odds) if odds > 0 => {
                     let nth = nth.fetch_add(1, SeqCst);
+                    // Interrupted; the device failed, and may not the next time.
+                    match nth % 11 {
+                        3 => return Action::Fail(4),
+                        7 => return Action::Fail(5),
+                        _ => {}
+                    }
                     match (offset / 4096 + nth / 5).is_multiple_of(odds) {
                         // Not a device error, so that it is not tried again.
                         true => Action::Fail(13),
@@ -159,7 +166,10 @@ proptest! {
             }
         };
         let platform = Faulty::new(script);
-        let files = FileSet::open_on(Arc::new(platform), &checkpoint.entries, IoMode::Auto).unwrap();
+        let mut files = FileSet::open_on(Arc::new(platform), &checkpoint.entries, IoMode::Auto).unwrap();
+        if two_copies {
+            files.add_copy_of_files(&checkpoint.entries).unwrap();
+        }
         let io = IoOptions { engine, depth, max_read_bytes: 8192, ..IoOptions::default() };
         let options = StoreOptions { io, policy };
         let files = Arc::new(files);
