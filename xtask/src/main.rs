@@ -21,11 +21,13 @@ const ORDER: [&str; 11] = [
     "forebay-cpu",
     "forebay-engine",
     "forebay-text",
+    "forebay-inputs",
     "forebay",
 ];
 
 /// Pairs that are apart although the order would allow them: (crate, what it must not know).
-const APART: [(&str, &str); 7] = [
+const APART: [(&str, &str); 8] = [
+    ("forebay", "forebay-inputs"),
     ("forebay-store", "forebay-program"),
     ("forebay-cpu", "forebay-files"),
     ("forebay-text", "forebay-engine"),

@@ -247,7 +247,7 @@ fn rope(cfg: &Config<'_>, w: &Weights<'_>, s: &Shape, traits: &Traits) -> Result
         });
     }
     let mut rope = RopeConfig::read(cfg, None)?;
-    if let Some(divisors) = w.table(decoder::ROPE_FREQS, s.head_dim / 2)? {
+    if let Some(divisors) = w.table(cfg.access(), decoder::ROPE_FREQS, s.head_dim / 2)? {
         rope = rope.with_divisors(divisors)?;
     }
     let pairs = if cfg.is_gguf() { traits.gguf_pairs } else { RopePairs::Halves };

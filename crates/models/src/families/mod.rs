@@ -1,6 +1,6 @@
 //! The families. Adding one is one file here and one line in [`FAMILIES`].
 
-use forebay_files::Catalog;
+use forebay_files::{Catalog, Disk, FileAccess};
 
 use crate::config::Config;
 use crate::error::ModelError;
@@ -41,9 +41,14 @@ pub const FAMILIES: &[Family] = &[
     gemma3::FAMILY,
 ];
 
-/// Finds the family of a checkpoint and reads it.
+/// Finds the family of a checkpoint on this machine's disk and reads it.
 pub fn read(catalog: &Catalog) -> Result<ModelSpec, ModelError> {
-    let config = Config::new(catalog)?;
+    read_with(&Disk, catalog)
+}
+
+/// The same for a checkpoint whose files are elsewhere.
+pub fn read_with(access: &dyn FileAccess, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
+    let config = Config::new(catalog, access)?;
     let matches = |f: &&Family| {
         let names = if config.is_gguf() { f.gguf } else { f.model_types };
         names.contains(&config.arch())

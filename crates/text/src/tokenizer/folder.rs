@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -138,25 +138,60 @@ fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
     Ok(ModelWrapper::BPE(bpe))
 }
 
-impl Tokenizer {
-    /// From a folder. End tokens are those of `tokenizer_config.json`, `generation_config.json` and
-    /// `config.json` together.
-    pub fn from_folder(dir: &Path) -> Result<Self> {
+/// The files of a folder that say what its tokenizer is.
+#[derive(Clone, Debug, Default)]
+pub struct TokenizerFiles {
+    /// Where `tokenizer.json` is, for messages.
+    pub path: PathBuf,
+    /// `tokenizer.json`.
+    pub tokenizer: Vec<u8>,
+    /// `tokenizer_config.json`, as the others null where there is none.
+    pub tokenizer_config: Value,
+    /// `special_tokens_map.json`.
+    pub special_tokens_map: Value,
+    /// `generation_config.json`.
+    pub generation_config: Value,
+    /// `config.json`.
+    pub config: Value,
+}
+
+impl TokenizerFiles {
+    /// Reads them.
+    pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             return Err(TextError::MissingKey { key: "tokenizer.json".to_owned() });
         }
-        let bytes = read(&path)?;
-        let json: TokenizerJson =
-            serde_json::from_slice(&bytes).map_err(|error| TextError::bad_json(&path, error))?;
-        let model = model(json.model, &path)?;
-        let config = read_optional(&dir.join("tokenizer_config.json"))?;
-        let names = read_optional(&dir.join("special_tokens_map.json"))?;
-        let name = |key: &str| special_name(&config, key).or_else(|| special_name(&names, key));
+        Ok(Self {
+            tokenizer: read(&path)?,
+            path,
+            tokenizer_config: read_optional(&dir.join("tokenizer_config.json"))?,
+            special_tokens_map: read_optional(&dir.join("special_tokens_map.json"))?,
+            generation_config: read_optional(&dir.join("generation_config.json"))?,
+            config: read_optional(&dir.join("config.json"))?,
+        })
+    }
+}
+
+impl Tokenizer {
+    /// From a folder. End tokens are those of `tokenizer_config.json`, `generation_config.json` and
+    /// `config.json` together.
+    pub fn from_folder(dir: &Path) -> Result<Self> {
+        Self::from_files(&TokenizerFiles::read(dir)?)
+    }
+
+    /// The same from files that are in memory.
+    pub fn from_files(files: &TokenizerFiles) -> Result<Self> {
+        let path = &files.path;
+        let json: TokenizerJson = serde_json::from_slice(&files.tokenizer)
+            .map_err(|error| TextError::bad_json(path, error))?;
+        let model = model(json.model, path)?;
+        let (config, names) = (&files.tokenizer_config, &files.special_tokens_map);
+        let name = |key: &str| special_name(config, key).or_else(|| special_name(names, key));
         let (bos, eos) = (name("bos_token"), name("eos_token"));
 
         let mut added = json.added_tokens;
-        add_declared(&mut added, &config);
+        add_declared(&mut added, config);
         let named = ["bos_token", "eos_token", "unk_token", "pad_token"].map(name);
         for text in named.into_iter().flatten() {
             let known = added.iter().any(|token| token.content == text);
@@ -166,8 +201,7 @@ impl Tokenizer {
         }
 
         let mut eos_ids = BTreeSet::new();
-        for file in ["generation_config.json", "config.json"] {
-            let value = read_optional(&dir.join(file))?;
+        for value in [&files.generation_config, &files.config] {
             collect_ids(&value["eos_token_id"], &mut eos_ids);
             collect_ids(&value["text_config"]["eos_token_id"], &mut eos_ids);
         }

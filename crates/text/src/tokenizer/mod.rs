@@ -24,6 +24,7 @@ use tokenizers::{
     PreTokenizerWrapper, TokenizerBuilder, TokenizerImpl,
 };
 
+pub use folder::TokenizerFiles;
 pub(crate) use folder::read_optional;
 
 use crate::error::{Result, TextError, one_line};
