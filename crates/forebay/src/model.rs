@@ -105,6 +105,7 @@ pub fn describe(
     mut catalog: Catalog,
     mut options: EngineOptions,
 ) -> anyhow::Result<Headers> {
+    forebay_models::refuse_others(&catalog)?;
     let (tokenizer, template, bytes) = text(&mut catalog)?;
     options.caller_bytes = bytes;
     let opened = Opened::from_catalog_with(access, catalog, options)?;

@@ -525,7 +525,7 @@ fn float_or_ggml(t: &TensorInfo) -> Result<Format, ModelError> {
 fn unsupported_type(t: &TensorInfo) -> ModelError {
     let dtype = match t.dtype {
         Dtype::GgmlOther { name, .. } => name.to_string(),
-        other => format!("{other:?}"),
+        other => other.name(),
     };
     ModelError::UnsupportedType { name: t.name.clone(), dtype, known: known_formats() }
 }
