@@ -70,8 +70,10 @@ pub enum Command {
     /// Compare with references, measure perplexity, prove that nothing changes the bits.
     Eval(EvalArgs),
     /// Render a chat request with a model's chat template.
-    #[command(after_help = "Examples:\n  forebay template model.gguf --request request.json --json\n  \
-        echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}' | forebay template chat.jinja --request -")]
+    #[command(
+        after_help = "Examples:\n  forebay template model.gguf --request request.json --json\n  \
+        echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}' | forebay template chat.jinja --request -"
+    )]
     Template(TemplateArgs),
     /// Show the token ids of a text.
     #[command(after_help = "Examples:\n  forebay tokenize model.gguf \"Hello\"\n  \

@@ -116,7 +116,8 @@ fn mix(opened: &Opened) -> Vec<String> {
 
 /// A tensor's name without the numbers of layer and expert.
 fn place(name: &str) -> String {
-    let part = |p: &str| if p.bytes().all(|b| b.is_ascii_digit()) { "*".into() } else { p.to_owned() };
+    let part =
+        |p: &str| if p.bytes().all(|b| b.is_ascii_digit()) { "*".into() } else { p.to_owned() };
     name.split('.').map(part).collect::<Vec<_>>().join(".")
 }
 

@@ -102,7 +102,8 @@ pub fn template(bytes: &[u8]) -> u64 {
 fn usual_request() -> ChatRequest {
     let tool = json!({"type": "function", "function": {"name": "f", "description": "Does.",
         "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}});
-    let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "x"}}});
+    let call =
+        json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "x"}}});
     ChatRequest {
         messages: vec![
             json!({"role": "system", "content": "Be brief."}),

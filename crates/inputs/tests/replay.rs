@@ -76,7 +76,12 @@ fn every_corpus() {
                 worst = (share, path);
             }
         }
-        println!("{}: at most {:.3} of what is allowed, {}", target.name, worst.0, worst.1.display());
+        println!(
+            "{}: at most {:.3} of what is allowed, {}",
+            target.name,
+            worst.0,
+            worst.1.display()
+        );
     }
     assert!(failures.is_empty(), "{failures:#?}");
 }

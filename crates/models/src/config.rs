@@ -57,10 +57,7 @@ pub struct Config<'a> {
 impl<'a> Config<'a> {
     /// Reads the architecture's name: `general.architecture`, or `model_type` (of `text_config` too).
     /// `access` is where the catalog's files are.
-    pub fn new(
-        catalog: &'a Catalog,
-        access: &'a dyn FileAccess,
-    ) -> Result<Config<'a>, ModelError> {
+    pub fn new(catalog: &'a Catalog, access: &'a dyn FileAccess) -> Result<Config<'a>, ModelError> {
         let (arch, key) = match &catalog.source {
             Source::Gguf { metadata } => {
                 let key = "general.architecture";

@@ -359,10 +359,8 @@ impl<'a> Weights<'a> {
         expect_dtype(t, Dtype::F32)?;
         expect_shape(t, &[len])?;
         let bytes = access.read_at(self.catalog.file_of(t), t.offset, len * 4);
-        let bytes = bytes.map_err(|e| ModelError::Unreadable {
-            name: t.name.clone(),
-            why: e.to_string(),
-        })?;
+        let bytes = bytes
+            .map_err(|e| ModelError::Unreadable { name: t.name.clone(), why: e.to_string() })?;
         let numbers = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
         Ok(Some(numbers.collect()))
     }

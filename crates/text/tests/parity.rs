@@ -16,7 +16,9 @@ fn folder(name: &str) -> Option<PathBuf> {
     let folder = std::env::var_os("FOREBAY_TOKENIZERS").map(|dir| PathBuf::from(dir).join(name));
     let folder = folder.filter(|f| f.join("expected.json").is_file());
     if folder.is_none() {
-        println!("skipped: no {name}/expected.json in the folder FOREBAY_TOKENIZERS (tools/tokenizer_parity.py)");
+        println!(
+            "skipped: no {name}/expected.json in the folder FOREBAY_TOKENIZERS (tools/tokenizer_parity.py)"
+        );
     }
     folder
 }

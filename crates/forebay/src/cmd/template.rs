@@ -6,7 +6,9 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use forebay_files::Catalog;
-use forebay_text::{ChatRequest, ChatTemplate, TextError, Tokenizer, TokenizerOptions, render_prompt};
+use forebay_text::{
+    ChatRequest, ChatTemplate, TextError, Tokenizer, TokenizerOptions, render_prompt,
+};
 use serde_json::json;
 
 use crate::args::TemplateArgs;

@@ -77,9 +77,10 @@ const QUANT_METHODS: [&str; 1] = ["mxfp4"];
 /// folders quantised in a way of their own. Looks at names only, so that it can be asked before anything else is.
 pub fn refuse_others(catalog: &Catalog) -> Result<(), ModelError> {
     let (names, config): (Vec<&str>, _) = match &catalog.source {
-        Source::Gguf { metadata } => {
-            (metadata.get("general.architecture").and_then(|v| v.as_str()).into_iter().collect(), None)
-        }
+        Source::Gguf { metadata } => (
+            metadata.get("general.architecture").and_then(|v| v.as_str()).into_iter().collect(),
+            None,
+        ),
         Source::Folder { config, .. } => {
             let list = config.get("architectures").and_then(Value::as_array);
             (list.into_iter().flatten().filter_map(Value::as_str).collect(), Some(config))

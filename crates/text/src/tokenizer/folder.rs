@@ -10,10 +10,9 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 use tokenizers::models::ModelWrapper;
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
-use tokenizers::{
-    AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
-};
+use tokenizers::{AddedToken, Model};
 
+use super::components;
 use super::model::AnyModel;
 use super::pieces::PieceStyle;
 use super::{Ends, Parts, Tokenizer};
@@ -25,13 +24,13 @@ struct TokenizerJson<'a> {
     #[serde(borrow)]
     model: &'a RawValue,
     #[serde(default)]
-    normalizer: Option<NormalizerWrapper>,
+    normalizer: Value,
     #[serde(default)]
-    pre_tokenizer: Option<PreTokenizerWrapper>,
+    pre_tokenizer: Value,
     #[serde(default)]
-    post_processor: Option<PostProcessorWrapper>,
+    post_processor: Value,
     #[serde(default)]
-    decoder: Option<DecoderWrapper>,
+    decoder: Value,
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
 }
@@ -116,7 +115,9 @@ fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
         None => kind.merges.is_some(),
     };
     if !is_bpe {
-        return serde_json::from_str(json.get()).map_err(bad);
+        let name = kind.kind.unwrap_or_default();
+        let remedy = "BPE is, which all supported families use";
+        return Err(TextError::unsupported("tokenizer model", &name, remedy));
     }
     let json: BpeJson = serde_json::from_str(json.get()).map_err(bad)?;
     let merges: Merges = json.merges.into_iter().map(|Merge(left, right)| (left, right)).collect();
@@ -128,8 +129,9 @@ fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
     if let Some(unknown) = json.unk_token {
         bpe = bpe.unk_token(unknown);
     }
-    if let Some(prefix) = json.continuing_subword_prefix {
-        bpe = bpe.continuing_subword_prefix(prefix);
+    if json.continuing_subword_prefix.is_some_and(|prefix| !prefix.is_empty()) {
+        let remedy = "vocabularies of the supported families have none";
+        return Err(TextError::unsupported("BPE with", "continuing_subword_prefix", remedy));
     }
     if let Some(suffix) = json.end_of_word_suffix {
         bpe = bpe.end_of_word_suffix(suffix);
@@ -211,15 +213,13 @@ impl Tokenizer {
         });
         let add_bos = match config["add_bos_token"].as_bool() {
             Some(add) => add,
-            None => {
-                bos.as_deref().is_some_and(|bos| begins_with(json.post_processor.as_ref(), bos))
-            }
+            None => bos.as_deref().is_some_and(|bos| begins_with(&json.post_processor, bos)),
         };
         let parts = Parts {
-            style: PieceStyle::of(json.decoder.as_ref())?,
+            style: PieceStyle::of(&json.decoder)?,
             model: AnyModel::Library(Box::new(model)),
-            normalizer: json.normalizer,
-            pre_tokenizer: json.pre_tokenizer,
+            normalizer: components::normalizer(&json.normalizer)?,
+            pre_tokenizer: components::pre_tokenizer(&json.pre_tokenizer)?,
             added,
         };
         Self::assemble(parts, |id_of| {
@@ -260,13 +260,10 @@ fn special_name(config: &Value, key: &str) -> Option<String> {
 }
 
 /// Whether the published post-processor puts this token before a text.
-fn begins_with(processor: Option<&PostProcessorWrapper>, bos: &str) -> bool {
-    let Some(Ok(json)) = processor.map(serde_json::to_value) else {
-        return false;
-    };
-    let steps = match json["processors"].as_array() {
-        Some(steps) => steps.clone(),
-        None => vec![json],
+fn begins_with(processor: &Value, bos: &str) -> bool {
+    let steps = match processor["processors"].as_array() {
+        Some(steps) => steps.as_slice(),
+        None => std::slice::from_ref(processor),
     };
     steps.iter().any(|step| step["single"][0]["SpecialToken"]["id"] == bos || step["cls"][0] == bos)
 }
