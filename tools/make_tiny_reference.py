@@ -44,6 +44,13 @@ FAMILIES = {
                    query_pre_attn_scalar=16, hidden_activation="gelu_pytorch_tanh",
                    rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=2.0),
                                         sliding_attention=dict(rope_type="default", rope_theta=100.0))),
+    # One gated delta net with two value heads per key head, one full layer with a gated output and partial rope.
+    "qwen3_5": dict(model_type="qwen3_5_text", tie_word_embeddings=False, head_dim=32, num_attention_heads=2,
+                    num_key_value_heads=1, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+                    linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+                    full_attention_interval=2,
+                    rope_parameters=dict(rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.25,
+                                         mrope_section=[2, 1, 1], mrope_interleaved=True)),
     # Factors of layers and experts that are not 1, which trained tiny models have.
     "gemma4": dict(model_type="gemma4_text", tie_word_embeddings=True, num_attention_heads=2,
                    num_key_value_heads=2, intermediate_size=28, sliding_window=12, enable_moe_block=True,
@@ -65,8 +72,16 @@ def randomize(model, family, generator):
         r = torch.randn(p.shape, generator=generator)
         if name.endswith("layer_scalar") or "scale" in name:
             value = 1 + 0.3 * r
+        elif name.endswith("A_log"):
+            value = 0.5 * r
+        elif name.endswith("dt_bias"):
+            value = 0.5 * r - 1
+        elif "conv1d" in name:
+            value = 0.5 * r
         elif "norm" in name:
-            value = 0.3 * r + (0 if family == "gemma3" else 1)
+            # Norms that compute 1 + w; the one inside linear attention is plain.
+            plus_one = family == "gemma3" or family == "qwen3_5" and "linear_attn" not in name
+            value = 0.3 * r + (0 if plus_one else 1)
         elif name.endswith("bias"):
             value = 0.3 * r
         elif "embed_tokens" in name:
@@ -141,7 +156,7 @@ for name in ('llama', 'qwen', 'gemma'):
     for value in vars(module).values():
         if isinstance(value, type) and 'set_vocab' in vars(value):
             value.set_vocab = base.TextModel._set_vocab_gpt2
-sys.argv = ['convert_hf_to_gguf.py', {folder!r}, '--outfile', {out!r}, '--outtype', 'bf16']
+sys.argv = ['convert_hf_to_gguf.py', {folder!r}, '--outfile', {out!r}, '--outtype', 'bf16'] + {more!r}
 runpy.run_path({tree!r} + '/convert_hf_to_gguf.py', run_name='__main__')
 """
 
@@ -174,7 +189,8 @@ def main():
             tree = os.path.abspath(args.llama_cpp)
             os.makedirs(f"{folder}/gguf", exist_ok=True)
             code = CONVERT.format(tree=tree, folder=os.path.abspath(folder),
-                                  out=os.path.abspath(f"{folder}/gguf/model.gguf"))
+                                  out=os.path.abspath(f"{folder}/gguf/model.gguf"),
+                                  more=["--no-mtp"] if family == "qwen3_5" else [])
             subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL,
                            stderr=None if os.environ.get("VERBOSE") else subprocess.DEVNULL)
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use forebay_cpu::backend::CpuBackend;
 use forebay_cpu::{Level, Pool};
-use forebay_files::Catalog;
+use forebay_files::{Catalog, Disk, FileAccess};
 use forebay_models::ModelSpec;
 use forebay_program::{Backend, Program, lower_with};
 use forebay_store::pressure::PressureGauge;
@@ -47,7 +47,16 @@ impl Opened {
 
     /// The same for a catalog that is open.
     pub fn from_catalog(catalog: Catalog, options: EngineOptions) -> Result<Opened, EngineError> {
-        let spec = forebay_models::read(&catalog)?;
+        Opened::from_catalog_with(&Disk, catalog, options)
+    }
+
+    /// The same where the catalog's files are elsewhere.
+    pub fn from_catalog_with(
+        access: &dyn FileAccess,
+        catalog: Catalog,
+        options: EngineOptions,
+    ) -> Result<Opened, EngineError> {
+        let spec = forebay_models::read_with(access, &catalog)?;
         let streams = matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
         let pilot = streams && options.prefetch != Prefetch::Off;
         let program = Arc::new(lower_with(&spec, options.precision(), pilot));

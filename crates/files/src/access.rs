@@ -4,7 +4,7 @@
 //! be described from a few ranges of its files.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
 use crate::catalog::FileEntry;
@@ -17,6 +17,10 @@ pub trait FileAccess {
 
     /// Opens a file at its first byte, and says how long it is.
     fn open(&self, path: &Path) -> Result<(Box<dyn Read>, FileEntry), FilesError>;
+
+    /// `len` bytes of a file from `offset` on. For small tables that decide what a model is; weights are not
+    /// read this way.
+    fn read_at(&self, path: &Path, offset: u64, len: usize) -> Result<Vec<u8>, FilesError>;
 
     /// Whether the path leads to a file.
     fn is_file(&self, path: &Path) -> bool;
@@ -56,6 +60,16 @@ impl FileAccess for Disk {
         // Of the file that is now open, whatever the path leads to by then.
         let metadata = file.metadata().map_err(|e| io_error(path, "examine", e))?;
         Ok((Box::new(file), FileEntry::new(path, &metadata)))
+    }
+
+    fn read_at(&self, path: &Path, offset: u64, len: usize) -> Result<Vec<u8>, FilesError> {
+        let mut bytes = vec![0; len];
+        let read = File::open(path).and_then(|mut file| {
+            file.seek(SeekFrom::Start(offset))?;
+            file.read_exact(&mut bytes)
+        });
+        read.map_err(|e| io_error(path, "read", e))?;
+        Ok(bytes)
     }
 
     fn is_file(&self, path: &Path) -> bool {

@@ -229,7 +229,7 @@ impl<'de> DeserializeSeed<'de> for MetadataSeed<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_map(self)
+        deserializer.deserialize_any(self)
     }
 }
 
@@ -238,6 +238,11 @@ impl<'de> Visitor<'de> for MetadataSeed<'_> {
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of texts")
+    }
+
+    /// As some writers say that there is none.
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {

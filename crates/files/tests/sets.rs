@@ -458,6 +458,10 @@ impl FileAccess for Elsewhere {
         }
     }
 
+    fn read_at(&self, path: &Path, offset: u64, len: usize) -> Result<Vec<u8>, FilesError> {
+        Ok(self.0[path][offset as usize..][..len].to_vec())
+    }
+
     fn is_file(&self, path: &Path) -> bool {
         self.0.contains_key(path)
     }

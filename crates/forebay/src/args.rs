@@ -69,6 +69,12 @@ pub enum Command {
     Bench(BenchArgs),
     /// Compare with references, measure perplexity, prove that nothing changes the bits.
     Eval(EvalArgs),
+    /// Render a chat request with a model's chat template.
+    #[command(
+        after_help = "Examples:\n  forebay template model.gguf --request request.json --json\n  \
+        echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}' | forebay template chat.jinja --request -"
+    )]
+    Template(TemplateArgs),
     /// Show the token ids of a text.
     #[command(after_help = "Examples:\n  forebay tokenize model.gguf \"Hello\"\n  \
         forebay tokenize model.gguf --decode 1,2,3")]
@@ -109,6 +115,7 @@ impl Cli {
             },
             Command::Pull(a) => a.json,
             Command::Bench(a) => a.json,
+            Command::Template(a) => a.json,
             Command::Tokenize(a) => a.json,
             Command::Eval(e) => match &e.command {
                 EvalCommand::Golden(a) => a.json,
@@ -666,6 +673,20 @@ pub struct SameArgs {
     #[arg(long, default_value_t = 8, value_name = "N")]
     pub tokens: usize,
     /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct TemplateArgs {
+    /// A model (a path, or org/name[:file] from the cache), or the source of a template (*.jinja).
+    #[arg(value_name = "MODEL_OR_JINJA")]
+    pub model: PathBuf,
+    /// A JSON file with the request, - for standard input: messages, and where wanted tools,
+    /// add_generation_prompt, kwargs, bos_token, eos_token, now.
+    #[arg(long, value_name = "FILE")]
+    pub request: PathBuf,
+    /// One JSON document on stdout: the text, and with a model the ids.
     #[arg(long)]
     pub json: bool,
 }

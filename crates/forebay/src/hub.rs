@@ -5,8 +5,9 @@ use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
 use forebay_engine::EngineError;
-use forebay_files::Catalog;
-use forebay_hub::{Control, Hub, HubConfig, HubError, Listing, RepoId, Selection, select};
+use forebay_hub::{
+    Control, Hub, HubConfig, HubError, Listing, RemoteModel, RepoId, Selection, select,
+};
 use forebay_program::ledger::human;
 
 use crate::args::ModelArgs;
@@ -128,17 +129,19 @@ impl Offer {
         }
     }
 
-    /// Headers, read from the hub; small files come to the cache.
-    pub fn catalog(&self) -> anyhow::Result<Catalog> {
+    /// Its weights where they are; small files come to the cache.
+    pub fn remote(&self) -> anyhow::Result<RemoteModel> {
         self.one_model()?;
         let cancel = interruption();
         let control = Control { progress: &|_, _, _| {}, cancel: &cancel };
-        Ok(self.hub.remote(&self.listing, &self.selection, &control)?.catalog()?)
+        Ok(self.hub.remote(&self.listing, &self.selection, &control)?)
     }
 
     /// Says on stderr what this machine would make of it.
     fn prospect(&self, args: &ModelArgs) -> anyhow::Result<()> {
-        let (opened, ..) = model::describe(self.catalog()?, args.options.engine()?)?;
+        let remote = self.remote()?;
+        let options = args.options.engine()?;
+        let (opened, ..) = model::describe(&remote, remote.catalog()?, options)?;
         let store = &opened.store;
         if let Some(layer) = store.layers.first() {
             note!(

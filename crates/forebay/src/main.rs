@@ -12,6 +12,7 @@ mod failure;
 mod hub;
 mod measure;
 mod model;
+mod odd;
 mod term;
 mod warm;
 
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
             EvalCommand::Perplexity(a) => cmd::perplexity::run(a),
             EvalCommand::Same(a) => cmd::same::run(a),
         },
+        Command::Template(a) => cmd::template::run(a),
         Command::Tokenize(a) => cmd::tokenize::run(a),
     };
     match result {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use forebay_engine::engine::Opened;
 use forebay_engine::{Engine, EngineOptions};
-use forebay_files::Catalog;
+use forebay_files::{Catalog, Disk, FileAccess};
 use forebay_program::ledger::human;
 use forebay_store::memory::PeakSampler;
 use forebay_text::{ChatTemplate, Tokenizer, TokenizerOptions};
@@ -83,26 +83,32 @@ pub type Headers = (Opened, Tokenizer, Option<ChatTemplate>);
 pub fn open(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow::Result<Headers> {
     let mut options = args.options.engine()?;
     adjust(&mut options);
-    describe(Catalog::open(&resolve(args)?)?, options)
+    describe(&Disk, Catalog::open(&resolve(args)?)?, options)
 }
 
 /// The same for looking only: of a model that is not here, headers are read from the hub.
 pub fn look(args: &ModelArgs) -> anyhow::Result<Headers> {
     let options = args.options.engine()?;
     match find(&args.model)? {
-        Found::Here(path) => describe(Catalog::open(&path)?, options),
+        Found::Here(path) => describe(&Disk, Catalog::open(&path)?, options),
         Found::OnHub(wanted) => {
             note!("note: {wanted} is not in the cache; its headers are read from the hub");
-            describe(wanted.offer()?.catalog()?, options)
+            let remote = wanted.offer()?.remote()?;
+            describe(&remote, remote.catalog()?, options)
         }
     }
 }
 
-/// What a catalog is of.
-pub fn describe(mut catalog: Catalog, mut options: EngineOptions) -> anyhow::Result<Headers> {
+/// What a catalog is of, whose files are where `access` says.
+pub fn describe(
+    access: &dyn FileAccess,
+    mut catalog: Catalog,
+    mut options: EngineOptions,
+) -> anyhow::Result<Headers> {
+    forebay_models::refuse_others(&catalog)?;
     let (tokenizer, template, bytes) = text(&mut catalog)?;
     options.caller_bytes = bytes;
-    let opened = Opened::from_catalog(catalog, options)?;
+    let opened = Opened::from_catalog_with(access, catalog, options)?;
     Ok((opened, tokenizer, template))
 }
 

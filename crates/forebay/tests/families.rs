@@ -39,7 +39,8 @@ fn agrees(model: &Path, answers: &Path) {
 
 #[rstest]
 fn folders_agree_with_the_reference(
-    #[values("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma3", "gemma4")] family: &str,
+    #[values("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_5", "gemma3", "gemma4")]
+    family: &str,
 ) {
     let folder = here().join(family);
     agrees(&folder, &folder.join("golden.json"));
@@ -47,7 +48,7 @@ fn folders_agree_with_the_reference(
 
 #[rstest]
 fn gguf_files_agree_with_the_reference(
-    #[values("llama", "mixtral", "qwen2", "qwen3", "gemma3", "gemma4")] family: &str,
+    #[values("llama", "mixtral", "qwen2", "qwen3", "qwen3_5", "gemma3", "gemma4")] family: &str,
 ) {
     let folder = here().join(family);
     agrees(&folder.join("gguf/model.gguf"), &folder.join("golden.json"));
@@ -55,7 +56,9 @@ fn gguf_files_agree_with_the_reference(
 
 /// Residency, slots, chunk, threads and vector width decide no bit, dense models and routed ones.
 #[rstest]
-fn the_same_bits(#[values("gemma4", "mixtral", "gemma3", "llama/gguf/model.gguf")] model: &str) {
+fn the_same_bits(
+    #[values("gemma4", "mixtral", "gemma3", "qwen3_5", "llama/gguf/model.gguf")] model: &str,
+) {
     let model = here().join(model);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let ids = folder.path().join("ids.json");

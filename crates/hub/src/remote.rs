@@ -188,6 +188,22 @@ impl FileAccess for RemoteModel {
         }
     }
 
+    fn read_at(&self, path: &Path, offset: u64, len: usize) -> Result<Vec<u8>, FilesError> {
+        let Some(weights) = self.weights.get(path) else { return Disk.read_at(path, offset, len) };
+        let read = |source| FilesError::Io { file: path.to_owned(), action: "read", source };
+        let end = offset + len as u64;
+        let head = weights.head.borrow().clone();
+        if let Some(head) = head.filter(|head| end <= head.len() as u64) {
+            return Ok(head[offset as usize..end as usize].to_vec());
+        }
+        let (client, url) = (self.client.clone(), weights.url.clone());
+        let mut file = RemoteFile::new(client, url, weights.subject.clone(), weights.len);
+        (file.position, file.step) = (offset, len as u64);
+        let mut bytes = vec![0; len];
+        file.read_exact(&mut bytes).map_err(read)?;
+        Ok(bytes)
+    }
+
     fn is_file(&self, path: &Path) -> bool {
         self.weights.contains_key(path) || Disk.is_file(path)
     }

@@ -3,7 +3,7 @@
 //!
 //! Not here: which values a family needs (its own file), rope scaling ([`crate::rope`]).
 
-use forebay_files::{Catalog, Source};
+use forebay_files::{Catalog, FileAccess, Source};
 use serde_json::Value;
 
 use crate::error::ModelError;
@@ -49,13 +49,15 @@ pub const TOP_K: Field =
 #[derive(Clone, Copy)]
 pub struct Config<'a> {
     catalog: &'a Catalog,
+    access: &'a dyn FileAccess,
     arch: &'a str,
     defaults: &'static [(&'static str, f64)],
 }
 
 impl<'a> Config<'a> {
     /// Reads the architecture's name: `general.architecture`, or `model_type` (of `text_config` too).
-    pub fn new(catalog: &'a Catalog) -> Result<Config<'a>, ModelError> {
+    /// `access` is where the catalog's files are.
+    pub fn new(catalog: &'a Catalog, access: &'a dyn FileAccess) -> Result<Config<'a>, ModelError> {
         let (arch, key) = match &catalog.source {
             Source::Gguf { metadata } => {
                 let key = "general.architecture";
@@ -67,7 +69,7 @@ impl<'a> Config<'a> {
             }
         };
         let arch = arch.ok_or_else(|| ModelError::MissingKey { key: key.into() })?;
-        Ok(Config { catalog, arch, defaults: &[] })
+        Ok(Config { catalog, access, arch, defaults: &[] })
     }
 
     /// The same with values for keys that a family's published `config.json` files leave out.
@@ -78,6 +80,11 @@ impl<'a> Config<'a> {
     /// The architecture as the checkpoint names it.
     pub fn arch(&self) -> &'a str {
         self.arch
+    }
+
+    /// Where the checkpoint's files are.
+    pub fn access(&self) -> &'a dyn FileAccess {
+        self.access
     }
 
     /// Whether the checkpoint is a GGUF.

@@ -20,6 +20,14 @@ pub enum ModelError {
         /// What was found and what would work.
         detail: String,
     },
+    /// A checkpoint that only proposes tokens for another one.
+    #[error(
+        "this is a drafter ({kind}): it proposes tokens to the model that it was trained for and cannot answer by itself; give that model as MODEL"
+    )]
+    Drafter {
+        /// What the checkpoint calls itself.
+        kind: String,
+    },
     /// A key is missing.
     #[error(
         "the model's description lacks {key}; the checkpoint is incomplete or of an unknown dialect"
@@ -94,6 +102,7 @@ impl ModelError {
         match self {
             ModelError::UnknownArchitecture { .. }
             | ModelError::Unsupported { .. }
+            | ModelError::Drafter { .. }
             | ModelError::UnsupportedType { .. }
             | ModelError::UnreadTensors { .. } => "Unsupported",
             ModelError::Unreadable { .. } => "Io",

@@ -15,5 +15,5 @@ pub mod spec;
 pub mod weights;
 
 pub use error::ModelError;
-pub use families::read;
+pub use families::{read, read_with, refuse_others};
 pub use spec::*;

@@ -7,11 +7,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
 
-use forebay_files::{Catalog, Dtype, Source, TensorInfo};
+use forebay_files::{Catalog, Dtype, FileAccess, Source, TensorInfo};
 use forebay_quant::{Format, ParamType};
 use serde_json::Value;
 
@@ -350,18 +348,19 @@ impl<'a> Weights<'a> {
 
     /// The numbers of a small F32 table that a converter wrote and that decides the description itself
     /// (`rope_freqs`): `[len]`. None when it is not there.
-    pub fn table(&self, name: Name, len: usize) -> Result<Option<Vec<f32>>, ModelError> {
+    pub fn table(
+        &self,
+        access: &dyn FileAccess,
+        name: Name,
+        len: usize,
+    ) -> Result<Option<Vec<f32>>, ModelError> {
         let base = self.full(name, 0, 0);
         let Some(t) = self.take(&format!("{base}.weight")) else { return Ok(None) };
         expect_dtype(t, Dtype::F32)?;
         expect_shape(t, &[len])?;
-        let mut bytes = vec![0; len * 4];
-        let file = &self.catalog.files[t.file as usize].path;
-        let read = File::open(file).and_then(|mut f| {
-            f.seek(SeekFrom::Start(t.offset))?;
-            f.read_exact(&mut bytes)
-        });
-        read.map_err(|e| ModelError::Unreadable { name: t.name.clone(), why: e.to_string() })?;
+        let bytes = access.read_at(self.catalog.file_of(t), t.offset, len * 4);
+        let bytes = bytes
+            .map_err(|e| ModelError::Unreadable { name: t.name.clone(), why: e.to_string() })?;
         let numbers = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
         Ok(Some(numbers.collect()))
     }
@@ -524,7 +523,7 @@ fn float_or_ggml(t: &TensorInfo) -> Result<Format, ModelError> {
 fn unsupported_type(t: &TensorInfo) -> ModelError {
     let dtype = match t.dtype {
         Dtype::GgmlOther { name, .. } => name.to_string(),
-        other => format!("{other:?}"),
+        other => other.name(),
     };
     ModelError::UnsupportedType { name: t.name.clone(), dtype, known: known_formats() }
 }

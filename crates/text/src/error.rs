@@ -115,6 +115,12 @@ impl TextError {
         )
     }
 
+    /// The name comes from a file: it is cut and kept on one line.
+    pub(crate) fn unsupported(what: &'static str, name: &str, remedy: &'static str) -> Self {
+        let name = one_line(name).chars().take(60).collect();
+        Self::Unsupported { what, name, remedy }
+    }
+
     pub(crate) fn bad_value(key: impl Into<String>, detail: impl Into<String>) -> Self {
         Self::BadValue { key: key.into(), detail: one_line(&detail.into()) }
     }

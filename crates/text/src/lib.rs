@@ -21,4 +21,6 @@ pub use prompt::{Piece, Prompt, render_prompt};
 pub use stop::{StopMatcher, Stopped};
 pub use stream::StreamDecoder;
 pub use template::{ChatRequest, ChatTemplate};
-pub use tokenizer::{Markers, MemoryEstimate, Specials, Tokenizer, TokenizerOptions};
+pub use tokenizer::{
+    Markers, MemoryEstimate, Specials, Tokenizer, TokenizerFiles, TokenizerOptions,
+};

@@ -2,8 +2,11 @@
 
 mod common;
 
+use std::path::Path;
+
 use forebay_text::{ChatRequest, ChatTemplate, TextError};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
@@ -43,6 +46,63 @@ fn published_templates_equal_transformers() {
             if !right {
                 wrong.push(format!("{name} / {id}\n got: {got:?}\nwant: {want}"));
             }
+        }
+    }
+    assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Renders every conversation of `tests/data` with a template and compares it with what transformers wrote.
+fn compare(name: &str, source: &str, expected: &Value, rows: &Value, wrong: &mut Vec<String>) {
+    let template = ChatTemplate::new(source).unwrap();
+    for conversation in data("template_conversations.json").as_array().unwrap() {
+        let id = conversation["id"].as_str().unwrap();
+        let mut conversation = conversation.clone();
+        conversation["now"] = expected["now"].clone();
+        let special = &expected["special"][name];
+        for (key, default) in [("bos_token", "<s>"), ("eos_token", "</s>")] {
+            conversation[key] = special[key].as_str().unwrap_or(default).into();
+        }
+        let got = template.render(&request(conversation));
+        let want = &rows[id];
+        let right = match &got {
+            Ok(got) => match want["sha256"].as_str() {
+                Some(sha256) => hex(&Sha256::digest(got)) == sha256,
+                None => want.as_str() == Some(got),
+            },
+            Err(TextError::Refused { message }) => {
+                want["error"].as_str().map(str::trim) == Some(message.trim())
+            }
+            Err(_) => false,
+        };
+        if !right {
+            wrong.push(format!("{name} / {id}\n got: {got:?}\nwant: {want}"));
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn data(name: &str) -> Value {
+    common::json(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name))
+}
+
+/// `tools/make_template_cases.py` made conversations and renderings.
+#[test]
+fn many_conversations_equal_transformers() {
+    let expected = data("template_expected.json");
+    let sources = data("template_sources.json");
+    let mut wrong = Vec::new();
+    for (name, source) in sources.as_object().unwrap() {
+        let source = source.as_str().unwrap();
+        compare(name, source, &expected, &expected["bundled"][name], &mut wrong);
+    }
+    if let Some(shared) = common::shared("published templates with more conversations") {
+        for (name, rows) in expected["published"].as_object().unwrap() {
+            let path = shared.join(format!("templates/{name}.jinja"));
+            let source = std::fs::read_to_string(path).unwrap();
+            compare(name, &source, &expected, rows, &mut wrong);
         }
     }
     assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));

@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::args::InspectArgs;
 use crate::model;
+use crate::odd;
 use crate::term::say;
 
 pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
@@ -49,21 +50,7 @@ impl<'a> About<'a> {
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
     ) -> About<'a> {
-        let spec = &opened.spec;
-        let mut warnings = spec.notes.clone();
-        if template.is_none() {
-            warnings.push("no chat template: prompts are taken as they are".into());
-        }
-        if let Some(name) = tokenizer.approximated() {
-            warnings.push(format!("pre-tokenizer {name:?} is approximated"));
-        }
-        if tokenizer.vocab_size() > spec.vocab_size {
-            warnings.push(format!(
-                "the tokenizer has {} tokens and the embedding {} rows",
-                tokenizer.vocab_size(),
-                spec.vocab_size
-            ));
-        }
+        let warnings = odd::warnings(opened, tokenizer, template);
         About { opened, plan: opened.plan(), has_template: template.is_some(), warnings }
     }
 

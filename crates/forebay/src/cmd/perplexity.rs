@@ -23,10 +23,19 @@ pub fn run(args: PerplexityArgs) -> anyhow::Result<ExitCode> {
         o.context.get_or_insert(window);
     })?;
     let cancel = interruption();
-    let ids = match model::parse_ids(&text) {
-        Some(ids) => ids,
-        None => loaded.tokenizer.encode(&text, Specials::Ignore)?,
+    let (mut ids, begin) = match model::parse_ids(&text) {
+        Some(ids) => (ids, None),
+        None => {
+            let tokenizer = &loaded.tokenizer;
+            let begin = tokenizer.bos().filter(|_| tokenizer.adds_bos());
+            (tokenizer.encode_prompt(&text, Specials::Ignore)?, begin)
+        }
     };
+    // A model that was trained with a begin token is lost without it: as in llama.cpp, it takes the place of each
+    // window's first token.
+    if let Some(begin) = begin {
+        ids.chunks_mut(window).for_each(|w| w[0] = begin);
+    }
     // As the reference tools do it: a last window that is not full is left out, unless it is the only one.
     let windows: Vec<&[u32]> = match ids.len() < window {
         true => vec![&ids],

@@ -21,6 +21,10 @@ pub fn run(args: TokenizeArgs) -> anyhow::Result<ExitCode> {
     if args.decode {
         let ids = model::parse_ids(&args.text)
             .ok_or_else(|| usage(format!("{:?} is no list of token ids", args.text)))?;
+        if let Some(id) = ids.iter().find(|id| tokenizer.token_name(**id).is_none()) {
+            let size = tokenizer.vocab_size();
+            return Err(usage(format!("there is no token {id}: the vocabulary has {size}")));
+        }
         let text = tokenizer.decode(&ids, Markers::Keep);
         match args.json {
             true => say!("{}", json!({ "text": text }))?,

@@ -3,7 +3,10 @@
 
 use crate::config::{self, Config};
 use crate::error::ModelError;
-use crate::spec::{Activation, Attention, ExpertWeights, Experts, Mlp, ModelSpec, Norm, Rope};
+use crate::spec::{
+    Activation, Attention, DenseBranch, ExpertWeights, Experts, FeedForward, Layer, Mixer, Mlp,
+    ModelSpec, Norm, Rope, RoutedBranch, Router, Score,
+};
 use crate::weights::{Name, Weights};
 
 const fn name(hf: &'static str, gguf: &'static str) -> Name {
@@ -14,6 +17,7 @@ pub const EMBEDDING: Name = name("embed_tokens", "token_embd");
 pub const HEAD: Name = name("/lm_head", "output");
 pub const FINAL_NORM: Name = name("norm", "output_norm");
 pub const MIXER_NORM: Name = name("layers.{l}.input_layernorm", "blk.{l}.attn_norm");
+pub const FFN_NORM: Name = name("layers.{l}.post_attention_layernorm", "blk.{l}.ffn_norm");
 pub const ROPE_FREQS: Name = name("-", "rope_freqs");
 const Q: Name = name("layers.{l}.self_attn.q_proj", "blk.{l}.attn_q");
 const K: Name = name("layers.{l}.self_attn.k_proj", "blk.{l}.attn_k");
@@ -234,6 +238,54 @@ pub fn mlp(
         up: w.linear(MLP_UP, l, inner, s.d)?,
         down: w.linear(MLP_DOWN, l, s.d, inner)?,
         activation,
+    })
+}
+
+/// A router without more than its weights (biases where the checkpoint has them).
+pub fn router(
+    cfg: &Config<'_>,
+    w: &Weights<'_>,
+    s: &Shape,
+    (name, l): (Name, usize),
+    n_experts: usize,
+    score: Score,
+) -> Result<Router, ModelError> {
+    Ok(Router {
+        weight: w.linear(name, l, n_experts, s.d)?,
+        top_k: top_k(cfg, n_experts)?,
+        score,
+        input_norm: None,
+        expert_scale: None,
+    })
+}
+
+/// What a layer has behind its mixer, where it is one of these.
+pub enum Branch {
+    Dense(Mlp),
+    Routed(Router, Experts),
+}
+
+/// A layer with a norm before the mixer, one before the feed-forward, and none behind them.
+pub fn pre_norm_layer(
+    w: &Weights<'_>,
+    s: &Shape,
+    l: usize,
+    attention: Attention,
+    branch: Branch,
+) -> Result<Layer, ModelError> {
+    let norm = w.norm(FFN_NORM, l, s.d, s.eps)?;
+    let (dense, routed) = match branch {
+        Branch::Dense(mlp) => (Some(DenseBranch { norm, mlp, gate: None, post_norm: None }), None),
+        Branch::Routed(router, experts) => {
+            (None, Some(RoutedBranch { norm, router, experts, post_norm: None }))
+        }
+    };
+    Ok(Layer {
+        mixer_norm: w.norm(MIXER_NORM, l, s.d, s.eps)?,
+        mixer: Mixer::Attention(attention),
+        mixer_post_norm: None,
+        ffn: FeedForward { dense, routed, post_norm: None },
+        output_scale: None,
     })
 }
 

@@ -198,7 +198,7 @@ fn rope(
         (false, false) => RopeConfig::read(cfg, Some("full_attention"))?,
         (true, true) => RopeConfig::plain(cfg.opt_float(SWA_THETA)?.unwrap_or(10_000.0))?,
         (true, false) => {
-            let divisors = w.table(decoder::ROPE_FREQS, head_dim / 2)?;
+            let divisors = w.table(cfg.access(), decoder::ROPE_FREQS, head_dim / 2)?;
             let divisors = divisors.ok_or_else(|| ModelError::MissingTensor {
                 name: "rope_freqs.weight".into(),
                 hint: " (it says which part of a full layer's heads turns)".into(),

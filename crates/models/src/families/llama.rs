@@ -8,7 +8,7 @@
 use forebay_files::Catalog;
 
 use super::Family;
-use super::decoder::{self, ExpertNames, FusedRows, Shape};
+use super::decoder::{self, Branch, ExpertNames, FusedRows, Shape};
 use crate::config::{self, Config, Field};
 use crate::error::ModelError;
 use crate::rope::RopeConfig;
@@ -92,7 +92,6 @@ const fn name(hf: &'static str, gguf: &'static str) -> Name {
     Name { hf, gguf }
 }
 
-const FFN_NORM: Name = name("layers.{l}.post_attention_layernorm", "blk.{l}.ffn_norm");
 const ROUTERS: [Name; 2] = [
     name("layers.{l}.block_sparse_moe.gate", "blk.{l}.ffn_gate_inp"),
     name("layers.{l}.mlp.gate", "blk.{l}.ffn_gate_inp"),
@@ -156,31 +155,11 @@ fn read(cfg: &Config<'_>, catalog: &Catalog, traits: Traits) -> Result<ModelSpec
                 hint: " (this model's q, k and v have biases)".into(),
             });
         }
-        let norm = w.norm(FFN_NORM, l, s.d, s.eps)?;
-        let ffn = match routed {
-            true => FeedForward {
-                dense: None,
-                routed: Some(routed_branch(cfg, &w, &s, l, norm, activation)?),
-                post_norm: None,
-            },
-            false => FeedForward {
-                dense: Some(DenseBranch {
-                    norm,
-                    mlp: decoder::mlp(&w, &s, l, inner, activation)?,
-                    gate: None,
-                    post_norm: None,
-                }),
-                routed: None,
-                post_norm: None,
-            },
+        let branch = match routed {
+            true => routed_branch(cfg, &w, &s, l, activation)?,
+            false => Branch::Dense(decoder::mlp(&w, &s, l, inner, activation)?),
         };
-        layers.push(Layer {
-            mixer_norm: w.norm(decoder::MIXER_NORM, l, s.d, s.eps)?,
-            mixer: Mixer::Attention(attention),
-            mixer_post_norm: None,
-            ffn,
-            output_scale: None,
-        });
+        layers.push(decoder::pre_norm_layer(&w, &s, l, attention, branch)?);
     }
     decoder::model(cfg, w, &s, layers, vec![rope])
 }
@@ -190,9 +169,8 @@ fn routed_branch(
     w: &Weights<'_>,
     s: &Shape,
     l: usize,
-    norm: Norm,
     activation: Activation,
-) -> Result<RoutedBranch, ModelError> {
+) -> Result<Branch, ModelError> {
     if w.has(OLD_EXPERT, l) {
         return Err(ModelError::Unsupported {
             what: format!("tensor blk.{l}.ffn_gate.0.weight, one tensor per expert"),
@@ -201,18 +179,10 @@ fn routed_branch(
     }
     let n_experts = cfg.count(config::EXPERTS)?;
     let shape = [n_experts, cfg.count(config::INTERMEDIATE)?, s.d];
-    Ok(RoutedBranch {
-        norm,
-        router: Router {
-            weight: w.linear(w.any(&ROUTERS, l), l, n_experts, s.d)?,
-            top_k: decoder::top_k(cfg, n_experts)?,
-            score: Score::SoftmaxSelected,
-            input_norm: None,
-            expert_scale: None,
-        },
-        experts: decoder::experts(w, &EXPERTS, l, shape, FusedRows::Halves, activation)?,
-        post_norm: None,
-    })
+    let name = (w.any(&ROUTERS, l), l);
+    let router = decoder::router(cfg, w, s, name, n_experts, Score::SoftmaxSelected)?;
+    let experts = decoder::experts(w, &EXPERTS, l, shape, FusedRows::Halves, activation)?;
+    Ok(Branch::Routed(router, experts))
 }
 
 /// Sliding window of each layer. Converters write none to GGUF files of these models.
@@ -247,7 +217,7 @@ fn rope(cfg: &Config<'_>, w: &Weights<'_>, s: &Shape, traits: &Traits) -> Result
         });
     }
     let mut rope = RopeConfig::read(cfg, None)?;
-    if let Some(divisors) = w.table(decoder::ROPE_FREQS, s.head_dim / 2)? {
+    if let Some(divisors) = w.table(cfg.access(), decoder::ROPE_FREQS, s.head_dim / 2)? {
         rope = rope.with_divisors(divisors)?;
     }
     let pairs = if cfg.is_gguf() { traits.gguf_pairs } else { RopePairs::Halves };

@@ -1,6 +1,7 @@
 //! The families. Adding one is one file here and one line in [`FAMILIES`].
 
-use forebay_files::Catalog;
+use forebay_files::{Catalog, Disk, FileAccess, Source};
+use serde_json::Value;
 
 use crate::config::Config;
 use crate::error::ModelError;
@@ -41,9 +42,15 @@ pub const FAMILIES: &[Family] = &[
     gemma3::FAMILY,
 ];
 
-/// Finds the family of a checkpoint and reads it.
+/// Finds the family of a checkpoint on this machine's disk and reads it.
 pub fn read(catalog: &Catalog) -> Result<ModelSpec, ModelError> {
-    let config = Config::new(catalog)?;
+    read_with(&Disk, catalog)
+}
+
+/// The same for a checkpoint whose files are elsewhere.
+pub fn read_with(access: &dyn FileAccess, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
+    refuse_others(catalog)?;
+    let config = Config::new(catalog, access)?;
     let matches = |f: &&Family| {
         let names = if config.is_gguf() { f.gguf } else { f.model_types };
         names.contains(&config.arch())
@@ -58,4 +65,45 @@ pub fn read(catalog: &Catalog) -> Result<ModelSpec, ModelError> {
     let mut spec = (family.read)(&config, catalog)?;
     spec.family = family.name;
     Ok(spec)
+}
+
+/// How a drafter names itself: the beginnings of its architecture in `config.json` and in GGUF, lower case.
+const DRAFTERS: [&str; 4] = ["dflash", "eagle", "medusa", "dspark"];
+
+/// Ways to quantise a folder that the readers know: MLX's are not named here, its `quantization` is read.
+const QUANT_METHODS: [&str; 1] = ["mxfp4"];
+
+/// Refuses what has the container and perhaps the config of a model but is none that could be read: drafters, and
+/// folders quantised in a way of their own. Looks at names only, so that it can be asked before anything else is.
+pub fn refuse_others(catalog: &Catalog) -> Result<(), ModelError> {
+    let (names, config): (Vec<&str>, _) = match &catalog.source {
+        Source::Gguf { metadata } => (
+            metadata.get("general.architecture").and_then(|v| v.as_str()).into_iter().collect(),
+            None,
+        ),
+        Source::Folder { config, .. } => {
+            let list = config.get("architectures").and_then(Value::as_array);
+            (list.into_iter().flatten().filter_map(Value::as_str).collect(), Some(config))
+        }
+    };
+    let is_drafter = |name: &&&str| {
+        let name = name.to_ascii_lowercase();
+        DRAFTERS.iter().any(|d| name.starts_with(d)) || name.contains("eagle")
+    };
+    if let Some(kind) = names.iter().find(is_drafter) {
+        return Err(ModelError::Drafter { kind: kind.chars().take(80).collect() });
+    }
+    let Some(config) = config else { return Ok(()) };
+    if config.get("dflash_config").is_some() {
+        return Err(ModelError::Drafter { kind: "dflash_config".into() });
+    }
+    let method = [Some(config), config.get("text_config")].into_iter().flatten();
+    let method = method.filter_map(|c| c.get("quantization_config")?.get("quant_method")?.as_str());
+    match method.into_iter().find(|m| !QUANT_METHODS.contains(m)) {
+        None => Ok(()),
+        Some(method) => Err(ModelError::Unsupported {
+            what: format!("a folder quantised with {:?}", method.chars().take(40).collect::<String>()),
+            detail: "folders in BF16, F16, F32, MXFP4 and of MLX are read; or take a GGUF file of the model".into(),
+        }),
+    }
 }

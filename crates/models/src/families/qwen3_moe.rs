@@ -7,7 +7,7 @@
 use forebay_files::Catalog;
 
 use super::Family;
-use super::decoder::{self, EXPERTS, FusedRows, Shape};
+use super::decoder::{self, Branch, EXPERTS, FusedRows, Shape};
 use crate::config::{self, Config, Field};
 use crate::error::ModelError;
 use crate::rope::RopeConfig;
@@ -17,7 +17,6 @@ use crate::weights::{Name, Weights};
 pub const FAMILY: Family =
     Family { name: "qwen3-moe", model_types: &["qwen3_moe"], gguf: &["qwen3moe"], read };
 
-const FFN_NORM: Name = Name { hf: "layers.{l}.post_attention_layernorm", gguf: "blk.{l}.ffn_norm" };
 const ROUTER: Name = Name { hf: "layers.{l}.mlp.gate", gguf: "blk.{l}.ffn_gate_inp" };
 const INNER: Field = Field { hf: &["moe_intermediate_size"], gguf: "expert_feed_forward_length" };
 const SPARSE_STEP: Field = Field { hf: &["decoder_sparse_step"], gguf: "" };
@@ -53,48 +52,17 @@ fn read(cfg: &Config<'_>, catalog: &Catalog) -> Result<ModelSpec, ModelError> {
             true => w.has(ROUTER, l),
             false => !dense_layers.contains(&(l as u64)) && (l + 1) % sparse_step == 0,
         };
-        let norm = w.norm(FFN_NORM, l, s.d, s.eps)?;
-        let ffn = match routed {
-            true => FeedForward {
-                dense: None,
-                routed: Some(RoutedBranch {
-                    norm,
-                    router: Router {
-                        weight: w.linear(ROUTER, l, n_experts, s.d)?,
-                        top_k: decoder::top_k(cfg, n_experts)?,
-                        score,
-                        input_norm: None,
-                        expert_scale: None,
-                    },
-                    experts: decoder::experts(
-                        &w,
-                        &EXPERTS,
-                        l,
-                        shape,
-                        FusedRows::Halves,
-                        Activation::Silu,
-                    )?,
-                    post_norm: None,
-                }),
-                post_norm: None,
-            },
+        let silu = Activation::Silu;
+        let branch = match routed {
+            true => Branch::Routed(
+                decoder::router(cfg, &w, &s, (ROUTER, l), n_experts, score)?,
+                decoder::experts(&w, &EXPERTS, l, shape, FusedRows::Halves, silu)?,
+            ),
             false => {
-                let inner = cfg.count(config::INTERMEDIATE)?;
-                let mlp = decoder::mlp(&w, &s, l, inner, Activation::Silu)?;
-                FeedForward {
-                    dense: Some(DenseBranch { norm, mlp, gate: None, post_norm: None }),
-                    routed: None,
-                    post_norm: None,
-                }
+                Branch::Dense(decoder::mlp(&w, &s, l, cfg.count(config::INTERMEDIATE)?, silu)?)
             }
         };
-        layers.push(Layer {
-            mixer_norm: w.norm(decoder::MIXER_NORM, l, s.d, s.eps)?,
-            mixer: Mixer::Attention(attention),
-            mixer_post_norm: None,
-            ffn,
-            output_scale: None,
-        });
+        layers.push(decoder::pre_norm_layer(&w, &s, l, attention, branch)?);
     }
     decoder::model(cfg, w, &s, layers, vec![rope])
 }

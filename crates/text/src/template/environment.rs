@@ -120,7 +120,8 @@ pub(super) fn without_generation_tags(source: &str) -> String {
     while let Some(at) = rest.find("{%") {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
-        let Some(end) = tag.find("%}").map(|end| end + 2) else {
+        // Behind the opening: `{%}` shares its sign with no ending.
+        let Some(end) = tag[2..].find("%}").map(|end| end + 4) else {
             rest = tag;
             break;
         };
@@ -136,4 +137,22 @@ pub(super) fn without_generation_tags(source: &str) -> String {
     }
     out.push_str(rest);
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn generation_tags() {
+        for (source, want) in [
+            ("{% generation %}a{%- endgeneration -%}b", "{% if true %}a{%- endif -%}b"),
+            ("{%}", "{%}"),
+            ("{%", "{%"),
+            ("{%%}", "{%%}"),
+            ("{%}{% generation %}", "{%}{% generation %}"),
+        ] {
+            assert_eq!(without_generation_tags(source), want, "{source}");
+        }
+    }
 }

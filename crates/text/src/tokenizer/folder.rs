@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -10,10 +10,9 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 use tokenizers::models::ModelWrapper;
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
-use tokenizers::{
-    AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
-};
+use tokenizers::{AddedToken, Model};
 
+use super::components;
 use super::model::AnyModel;
 use super::pieces::PieceStyle;
 use super::{Ends, Parts, Tokenizer};
@@ -25,13 +24,13 @@ struct TokenizerJson<'a> {
     #[serde(borrow)]
     model: &'a RawValue,
     #[serde(default)]
-    normalizer: Option<NormalizerWrapper>,
+    normalizer: Value,
     #[serde(default)]
-    pre_tokenizer: Option<PreTokenizerWrapper>,
+    pre_tokenizer: Value,
     #[serde(default)]
-    post_processor: Option<PostProcessorWrapper>,
+    post_processor: Value,
     #[serde(default)]
-    decoder: Option<DecoderWrapper>,
+    decoder: Value,
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
 }
@@ -116,7 +115,9 @@ fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
         None => kind.merges.is_some(),
     };
     if !is_bpe {
-        return serde_json::from_str(json.get()).map_err(bad);
+        let name = kind.kind.unwrap_or_default();
+        let remedy = "BPE is, which all supported families use";
+        return Err(TextError::unsupported("tokenizer model", &name, remedy));
     }
     let json: BpeJson = serde_json::from_str(json.get()).map_err(bad)?;
     let merges: Merges = json.merges.into_iter().map(|Merge(left, right)| (left, right)).collect();
@@ -128,8 +129,9 @@ fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
     if let Some(unknown) = json.unk_token {
         bpe = bpe.unk_token(unknown);
     }
-    if let Some(prefix) = json.continuing_subword_prefix {
-        bpe = bpe.continuing_subword_prefix(prefix);
+    if json.continuing_subword_prefix.is_some_and(|prefix| !prefix.is_empty()) {
+        let remedy = "vocabularies of the supported families have none";
+        return Err(TextError::unsupported("BPE with", "continuing_subword_prefix", remedy));
     }
     if let Some(suffix) = json.end_of_word_suffix {
         bpe = bpe.end_of_word_suffix(suffix);
@@ -138,25 +140,60 @@ fn model(json: &RawValue, path: &Path) -> Result<ModelWrapper> {
     Ok(ModelWrapper::BPE(bpe))
 }
 
-impl Tokenizer {
-    /// From a folder. End tokens are those of `tokenizer_config.json`, `generation_config.json` and
-    /// `config.json` together.
-    pub fn from_folder(dir: &Path) -> Result<Self> {
+/// The files of a folder that say what its tokenizer is.
+#[derive(Clone, Debug, Default)]
+pub struct TokenizerFiles {
+    /// Where `tokenizer.json` is, for messages.
+    pub path: PathBuf,
+    /// `tokenizer.json`.
+    pub tokenizer: Vec<u8>,
+    /// `tokenizer_config.json`, as the others null where there is none.
+    pub tokenizer_config: Value,
+    /// `special_tokens_map.json`.
+    pub special_tokens_map: Value,
+    /// `generation_config.json`.
+    pub generation_config: Value,
+    /// `config.json`.
+    pub config: Value,
+}
+
+impl TokenizerFiles {
+    /// Reads them.
+    pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             return Err(TextError::MissingKey { key: "tokenizer.json".to_owned() });
         }
-        let bytes = read(&path)?;
-        let json: TokenizerJson =
-            serde_json::from_slice(&bytes).map_err(|error| TextError::bad_json(&path, error))?;
-        let model = model(json.model, &path)?;
-        let config = read_optional(&dir.join("tokenizer_config.json"))?;
-        let names = read_optional(&dir.join("special_tokens_map.json"))?;
-        let name = |key: &str| special_name(&config, key).or_else(|| special_name(&names, key));
+        Ok(Self {
+            tokenizer: read(&path)?,
+            path,
+            tokenizer_config: read_optional(&dir.join("tokenizer_config.json"))?,
+            special_tokens_map: read_optional(&dir.join("special_tokens_map.json"))?,
+            generation_config: read_optional(&dir.join("generation_config.json"))?,
+            config: read_optional(&dir.join("config.json"))?,
+        })
+    }
+}
+
+impl Tokenizer {
+    /// From a folder. End tokens are those of `tokenizer_config.json`, `generation_config.json` and
+    /// `config.json` together.
+    pub fn from_folder(dir: &Path) -> Result<Self> {
+        Self::from_files(&TokenizerFiles::read(dir)?)
+    }
+
+    /// The same from files that are in memory.
+    pub fn from_files(files: &TokenizerFiles) -> Result<Self> {
+        let path = &files.path;
+        let json: TokenizerJson = serde_json::from_slice(&files.tokenizer)
+            .map_err(|error| TextError::bad_json(path, error))?;
+        let model = model(json.model, path)?;
+        let (config, names) = (&files.tokenizer_config, &files.special_tokens_map);
+        let name = |key: &str| special_name(config, key).or_else(|| special_name(names, key));
         let (bos, eos) = (name("bos_token"), name("eos_token"));
 
         let mut added = json.added_tokens;
-        add_declared(&mut added, &config);
+        add_declared(&mut added, config);
         let named = ["bos_token", "eos_token", "unk_token", "pad_token"].map(name);
         for text in named.into_iter().flatten() {
             let known = added.iter().any(|token| token.content == text);
@@ -166,8 +203,7 @@ impl Tokenizer {
         }
 
         let mut eos_ids = BTreeSet::new();
-        for file in ["generation_config.json", "config.json"] {
-            let value = read_optional(&dir.join(file))?;
+        for value in [&files.generation_config, &files.config] {
             collect_ids(&value["eos_token_id"], &mut eos_ids);
             collect_ids(&value["text_config"]["eos_token_id"], &mut eos_ids);
         }
@@ -177,15 +213,13 @@ impl Tokenizer {
         });
         let add_bos = match config["add_bos_token"].as_bool() {
             Some(add) => add,
-            None => {
-                bos.as_deref().is_some_and(|bos| begins_with(json.post_processor.as_ref(), bos))
-            }
+            None => bos.as_deref().is_some_and(|bos| begins_with(&json.post_processor, bos)),
         };
         let parts = Parts {
-            style: PieceStyle::of(json.decoder.as_ref())?,
+            style: PieceStyle::of(&json.decoder)?,
             model: AnyModel::Library(Box::new(model)),
-            normalizer: json.normalizer,
-            pre_tokenizer: json.pre_tokenizer,
+            normalizer: components::normalizer(&json.normalizer)?,
+            pre_tokenizer: components::pre_tokenizer(&json.pre_tokenizer)?,
             added,
         };
         Self::assemble(parts, |id_of| {
@@ -226,13 +260,10 @@ fn special_name(config: &Value, key: &str) -> Option<String> {
 }
 
 /// Whether the published post-processor puts this token before a text.
-fn begins_with(processor: Option<&PostProcessorWrapper>, bos: &str) -> bool {
-    let Some(Ok(json)) = processor.map(serde_json::to_value) else {
-        return false;
-    };
-    let steps = match json["processors"].as_array() {
-        Some(steps) => steps.clone(),
-        None => vec![json],
+fn begins_with(processor: &Value, bos: &str) -> bool {
+    let steps = match processor["processors"].as_array() {
+        Some(steps) => steps.as_slice(),
+        None => std::slice::from_ref(processor),
     };
     steps.iter().any(|step| step["single"][0]["SpecialToken"]["id"] == bos || step["cls"][0] == bos)
 }

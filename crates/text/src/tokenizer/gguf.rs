@@ -84,11 +84,9 @@ impl Tokenizer {
                     Some(rules) => (rules, false),
                     None if options.approximate => (nearest_rules()?, true),
                     None => {
-                        return Err(TextError::Unsupported {
-                            what: "pre-tokenizer",
-                            name: name.to_owned(),
-                            remedy: "open the published folder instead, or allow approximate tokens",
-                        });
+                        let remedy =
+                            "open the published folder instead, or allow approximate tokens";
+                        return Err(TextError::unsupported("pre-tokenizer", name, remedy));
                     }
                 };
                 let mut tokenizer = file.merged(metadata, rules)?;
@@ -98,11 +96,11 @@ impl Tokenizer {
                 Ok(tokenizer)
             }
             "llama" => file.scored(metadata),
-            name => Err(TextError::Unsupported {
-                what: "tokenizer model",
-                name: name.to_owned(),
-                remedy: "byte-level BPE (`gpt2`) and SentencePiece (`llama`) are",
-            }),
+            name => Err(TextError::unsupported(
+                "tokenizer model",
+                name,
+                "byte-level BPE (`gpt2`) and SentencePiece (`llama`) are",
+            )),
         }
     }
 }

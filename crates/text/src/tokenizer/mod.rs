@@ -3,6 +3,7 @@
 //! A *marker* is a control token such as `<|im_end|>`: everything the vocabulary flags as special, and every
 //! added token of the form `<|x|>`. With [`Specials::Ignore`] no text, whatever it says, becomes a marker.
 
+mod components;
 mod folder;
 mod gguf;
 mod memory;
@@ -24,6 +25,7 @@ use tokenizers::{
     PreTokenizerWrapper, TokenizerBuilder, TokenizerImpl,
 };
 
+pub use folder::TokenizerFiles;
 pub(crate) use folder::read_optional;
 
 use crate::error::{Result, TextError, one_line};

@@ -1,7 +1,6 @@
 //! From token text in the vocabulary to the bytes it stands for.
 
 use serde_json::Value;
-use tokenizers::DecoderWrapper;
 
 use crate::error::{Result, TextError};
 
@@ -23,19 +22,17 @@ pub(crate) enum PieceStyle {
 
 impl PieceStyle {
     /// Reads it off a `tokenizer.json` decoder.
-    pub(crate) fn of(decoder: Option<&DecoderWrapper>) -> Result<Self> {
-        let Some(decoder) = decoder else {
+    pub(crate) fn of(decoder: &Value) -> Result<Self> {
+        if decoder.is_null() {
             return Ok(Self::Plain);
-        };
-        let json = serde_json::to_value(decoder)
-            .map_err(|e| TextError::bad_value("decoder", e.to_string()))?;
-        let steps = match json["decoders"].as_array() {
-            Some(steps) => steps.clone(),
-            None => vec![json],
+        }
+        let steps = match decoder["decoders"].as_array() {
+            Some(steps) => steps.as_slice(),
+            None => std::slice::from_ref(decoder),
         };
         let (mut byte_level, mut marks, mut byte_fallback, mut strip_first) =
             (false, false, false, false);
-        for step in &steps {
+        for step in steps {
             match step["type"].as_str().unwrap_or_default() {
                 "ByteLevel" => byte_level = true,
                 "ByteFallback" => byte_fallback = true,
@@ -46,14 +43,15 @@ impl PieceStyle {
                 }
                 "Metaspace" if step["replacement"] == "\u{2581}" => {
                     marks = true;
-                    strip_first = step["prepend_scheme"] != "never";
+                    // Older files have a flag in the scheme's place.
+                    strip_first = match step["prepend_scheme"].as_str() {
+                        Some(scheme) => scheme != "never",
+                        None => step["add_prefix_space"] != false,
+                    };
                 }
                 name => {
-                    return Err(TextError::Unsupported {
-                        what: "decoder",
-                        name: name.to_owned(),
-                        remedy: "only byte-level and SentencePiece vocabularies are",
-                    });
+                    let remedy = "only byte-level and SentencePiece vocabularies are";
+                    return Err(TextError::unsupported("decoder", name, remedy));
                 }
             }
         }
