@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, bail};
 
 /// Crates from left to right: a crate may depend on those before it only.
-const ORDER: [&str; 11] = [
+const ORDER: [&str; 12] = [
     "forebay-quant",
     "forebay-files",
     "forebay-synth",
@@ -19,6 +19,7 @@ const ORDER: [&str; 11] = [
     "forebay-program",
     "forebay-store",
     "forebay-cpu",
+    "forebay-cuda",
     "forebay-engine",
     "forebay-text",
     "forebay",

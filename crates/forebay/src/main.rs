@@ -37,6 +37,7 @@ fn main() -> ExitCode {
             EvalCommand::Perplexity(a) => cmd::perplexity::run(a),
             EvalCommand::Same(a) => cmd::same::run(a),
         },
+        Command::Selftest(a) => cmd::selftest::run(a),
         Command::Tokenize(a) => cmd::tokenize::run(a),
     };
     match result {

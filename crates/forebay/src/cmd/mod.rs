@@ -8,5 +8,6 @@ pub mod plan;
 pub mod pull;
 pub mod run;
 pub mod same;
+pub mod selftest;
 pub mod tokenize;
 pub mod trace;
