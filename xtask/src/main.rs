@@ -1,6 +1,7 @@
-//! Development chores: `cargo xtask check | arrows | matrix | synth | bench`.
+//! Development chores: `cargo xtask check | arrows | matrix | synth | bench | kernels`.
 
 mod bench;
+mod kernels;
 mod matrix;
 mod synth;
 
@@ -48,8 +49,11 @@ fn main() -> ExitCode {
         }
         "synth" => synth::run(args.collect()),
         "bench" => bench::run(args.collect()),
+        "kernels" => kernels::run(args.collect()),
         _ => {
-            eprintln!("usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL");
+            eprintln!(
+                "usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL | kernels OUT"
+            );
             return ExitCode::from(2);
         }
     };

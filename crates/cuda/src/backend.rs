@@ -75,6 +75,7 @@ struct GraphKey {
     rows: usize,
     spans: usize,
     blocks: usize,
+    tiles: Vec<(usize, usize)>,
 }
 
 impl CudaBackend {
@@ -216,7 +217,7 @@ impl CudaBackend {
         }
         // Launches for more blocks than there are cost little, a new graph costs much.
         let blocks = counts.blocks.next_power_of_two().max(8);
-        let key = GraphKey { rows, spans: counts.spans, blocks };
+        let key = GraphKey { rows, spans: counts.spans, blocks, tiles: counts.tiles.clone() };
         if let Some(graph) = self.graphs.get(&key) {
             return self.driver.launch_graph(*graph);
         }

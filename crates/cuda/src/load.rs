@@ -222,17 +222,17 @@ impl Piece<'_> {
             .collect();
         let view = MatrixView::new(w.format, n, w.cols, &planes)
             .expect("extents of weights are checked when the model is read");
-        if matches!(w.format, Format::Mxfp4 | Format::Mxfp4Split) {
-            if let (Err(bad), Some((layer, expert))) = (check_scales(&view), self.expert) {
-                return Err(StoreError::NanScale {
-                    tensor: w.name.to_string(),
-                    layer,
-                    expert,
-                    row: self.first + bad.row,
-                    block: bad.block,
-                }
-                .into());
+        if matches!(w.format, Format::Mxfp4 | Format::Mxfp4Split)
+            && let (Err(bad), Some((layer, expert))) = (check_scales(&view), self.expert)
+        {
+            return Err(StoreError::NanScale {
+                tensor: w.name.to_string(),
+                layer,
+                expert,
+                row: self.first + bad.row,
+                block: bad.block,
             }
+            .into());
         }
         for (out, size) in buffers.out.iter_mut().zip(self.layout.row_bytes(w.cols)) {
             out.resize(size * n, 0);

@@ -11,6 +11,7 @@ use crate::args::*;
 use crate::driver::{Driver, Kernel, Launch, Plain, bytes_of};
 use crate::error::CudaError;
 use crate::inputs::{Counts, InputsMap};
+use crate::layout::Width;
 use crate::load::Placed;
 use crate::map::{
     CudaShape, FEW_ROWS, Map, PackMem, TILE_N, rows_of_tile, state_floats, tile_queries,
@@ -189,7 +190,8 @@ impl Run<'_> {
             (args.codes[i], args.meta[i]) = (p.codes, p.meta);
             (args.row_codes[i], args.row_meta[i]) = (p.row_codes, p.row_meta);
         }
-        self.launch(Kernel::NormPack, [rows, 1, 1], 256, 4 * width, args)
+        let threads = if rows <= FEW_ROWS { 1024 } else { 256 };
+        self.launch(Kernel::NormPack, [rows, 1, 1], threads, 4 * width, args)
     }
 
     fn head_norm(&self, buf: BufferId, dim: usize, norm: NormParams) -> Result<(), CudaError> {
@@ -336,12 +338,13 @@ impl Run<'_> {
             *to = GemvJob { first_block: blocks, ..*job };
             blocks += job.w.rows.div_ceil(16);
         }
-        let kernel = match rows {
-            1 => Kernel::Gemv1,
-            2 => Kernel::Gemv2,
-            _ => Kernel::Gemv4,
+        let (kernel, staged) = match rows {
+            1 => (Kernel::Gemv1, 1),
+            2 => (Kernel::Gemv2, 2),
+            _ => (Kernel::Gemv4, 4),
         };
-        self.launch(kernel, [blocks as usize, 1, 1], 128, 0, args)
+        let shared = staged * staged_bytes(jobs[0].w.cols as usize);
+        self.launch(kernel, [blocks as usize, 1, 1], 128, shared, args)
     }
 
     fn gemm(&self, args: GemmArgs, tiles: usize) -> Result<(), CudaError> {
@@ -369,6 +372,13 @@ impl Run<'_> {
 
     pub(crate) fn float(&self, args: FloatJob) -> Result<(), CudaError> {
         let (rows, blocks) = (args.rows as usize, (args.features as usize).div_ceil(8));
+        let cols = args.w.cols as usize;
+        let few = rows <= FEW_ROWS && args.ids == 0 && args.divisor == 1 && args.features <= 1024;
+        let whole = args.w.width == Width::F32 as u32 && cols.is_multiple_of(4) && cols <= 5120;
+        if few && whole {
+            let grid = [args.features as usize, rows, 1];
+            return self.launch(Kernel::FloatRow, grid, 256, 8 * cols, args);
+        }
         match rows == 1 || args.ids != 0 {
             true => self.launch(Kernel::Float1, [blocks, rows, 1], 128, 0, args),
             false => self.launch(Kernel::Float8, [blocks, rows.div_ceil(8), 1], 128, 0, args),
@@ -409,11 +419,16 @@ impl Run<'_> {
             scale: op.scale,
             ..Default::default()
         };
-        if self.rows <= FEW_ROWS {
-            let group = op.n_heads / layer.n_kv_heads;
-            let shared = 4 * group * (dim + 32);
+        if !dim.is_multiple_of(16) {
+            return Err(CudaError::Unsupported(format!(
+                "heads {dim} wide, which is no multiple of 16"
+            )));
+        }
+        let group = op.n_heads / layer.n_kv_heads;
+        let shared = 4 * (group * (dim + 32) + 64 * dim);
+        if self.rows <= FEW_ROWS && shared <= self.driver.info().shared_bytes as usize {
             let grid = [blocks, layer.n_kv_heads, self.rows];
-            self.launch(Kernel::AttendBlocks, grid, 128, shared, args)?;
+            self.launch(Kernel::AttendBlocks, grid, 256, shared, args)?;
             // A block of 32 outputs is one head's: packed where it is made.
             let packs_here = dim.is_multiple_of(32);
             if let (Some(p), true) = (pack, packs_here) {
@@ -599,7 +614,13 @@ impl Run<'_> {
                     true => (args.codes, args.meta) = (hidden.codes, hidden.meta),
                     false => args.hidden = self.map.gate,
                 }
-                self.launch(Kernel::ExpertUp, [inner.div_ceil(32), pairs, 1], 256, 0, args)?;
+                self.launch(
+                    Kernel::ExpertUp,
+                    [inner.div_ceil(32), pairs, 1],
+                    512,
+                    staged_bytes(d),
+                    args,
+                )?;
             }
             Operand::Packed(p) => {
                 let acts = self.acts(&self.map.packs[p.0]);
@@ -654,7 +675,7 @@ impl Run<'_> {
                     Kernel::ExpertDown,
                     [d.div_ceil(outs), self.rows, 1],
                     256,
-                    0,
+                    moe.top_k * staged_bytes(inner),
                     args,
                 );
             }
@@ -717,6 +738,11 @@ impl Run<'_> {
         };
         self.gemm(args, tiles)
     }
+}
+
+/// Bytes of a packed row in shared memory: codes, and 16 bytes per block.
+fn staged_bytes(cols: usize) -> usize {
+    cols + cols / 2
 }
 
 fn kind_of(a: forebay_models::Activation) -> Result<(u32, f32, f32), CudaError> {

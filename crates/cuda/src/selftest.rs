@@ -62,8 +62,10 @@ pub fn products(gpu: &Gpu, seed: u64) -> Result<Report, CudaError> {
     for format in formats() {
         let unit = format.block_elements().max(32);
         // Rows and columns: a single block, ragged groups, more than one tile.
-        for (rows, blocks, mask) in [(1, 1, 0xff), (17, 9, 0xff), (70, 5, 0xbf), (67, 19, 0xbf)] {
-            let blocks = if unit >= 128 { (blocks as usize).div_ceil(4) } else { blocks };
+        for (rows, blocks, mask) in
+            [(1usize, 1usize, 0xff), (17, 9, 0xff), (70, 5, 0xbf), (67, 19, 0xbf)]
+        {
+            let blocks = if unit >= 128 { blocks.div_ceil(4) } else { blocks };
             let case = Case::random(format, rows, unit * blocks, mask, &mut rng);
             case.compare(&*gpu.0, &mut rng, &mut report)?;
         }
@@ -204,7 +206,8 @@ impl Case {
                         };
                         let kernel =
                             [Kernel::Gemv1, Kernel::Gemv2, Kernel::Gemv4, Kernel::Gemv4][rows - 1];
-                        launch(d, kernel, [self.rows.div_ceil(16), 1, 1], 128, 0, args)?;
+                        let shared = 4 * (self.cols + self.cols / 2);
+                        launch(d, kernel, [self.rows.div_ceil(16), 1, 1], 128, shared, args)?;
                     }
                 }
                 let want = self.expected(&x, rows, |r, x| dot_q8(&view, r, x));

@@ -214,11 +214,12 @@ impl<'a> Fuser<'a> {
             Op::Copy { src, dst } => Step::Copy { src: *src, dst: *dst },
             Op::Scale { buf, factor } => Step::Scale { buf: *buf, factor: *factor },
             Op::Add { src, dst } => {
-                if let Some(Op::RmsNorm { src: s, dst: d, norm }) = self.op(self.at) {
-                    if s == dst && d != s {
-                        self.at += 1;
-                        return self.norm(Some(*src), *dst, *d, *norm, at + 1);
-                    }
+                if let Some(Op::RmsNorm { src: s, dst: d, norm }) = self.op(self.at)
+                    && s == dst
+                    && d != s
+                {
+                    self.at += 1;
+                    return self.norm(Some(*src), *dst, *d, *norm, at + 1);
                 }
                 Step::Add { src: *src, dst: *dst }
             }
@@ -323,29 +324,30 @@ impl<'a> Fuser<'a> {
     fn linears(&mut self, list: &[LinearOp]) {
         let mut linears: Vec<Linear> =
             list.iter().map(|op| Linear { op: *op, add_into: None }).collect();
-        if let ([one], Some(Op::Add { src, dst })) = (&mut linears[..], self.op(self.at)) {
-            if *src == one.op.dst && self.used(*src, 2) {
-                one.add_into = Some(*dst);
-                self.at += 1;
-            }
+        if let ([one], Some(Op::Add { src, dst })) = (&mut linears[..], self.op(self.at))
+            && *src == one.op.dst
+            && self.used(*src, 2)
+        {
+            one.add_into = Some(*dst);
+            self.at += 1;
         }
         self.out.push(Step::Linears(linears));
     }
 
     fn attention(&mut self, op: AttentionOp) {
         let mut gate = None;
-        if let Some(Op::Gate { gate: g, buf, function: GateFunction::Sigmoid }) = self.op(self.at) {
-            if *buf == op.dst {
-                gate = Some(*g);
-                self.at += 1;
-            }
+        if let Some(Op::Gate { gate: g, buf, function: GateFunction::Sigmoid }) = self.op(self.at)
+            && *buf == op.dst
+        {
+            gate = Some(*g);
+            self.at += 1;
         }
         let mut pack = None;
-        if let Some(Op::Pack { src, dst }) = self.op(self.at) {
-            if *src == op.dst {
-                pack = Some(*dst);
-                self.at += 1;
-            }
+        if let Some(Op::Pack { src, dst }) = self.op(self.at)
+            && *src == op.dst
+        {
+            pack = Some(*dst);
+            self.at += 1;
         }
         self.out.push(Step::Attention { op, gate, pack });
     }
@@ -358,11 +360,12 @@ impl<'a> Fuser<'a> {
         assert_eq!(*of, moe);
         self.at += 2;
         let (mut into, mut add) = (*dst, false);
-        if let Some(Op::Add { src, dst: sum }) = self.op(self.at) {
-            if src == dst && self.used(*src, 2) {
-                (into, add) = (*sum, true);
-                self.at += 1;
-            }
+        if let Some(Op::Add { src, dst: sum }) = self.op(self.at)
+            && src == dst
+            && self.used(*src, 2)
+        {
+            (into, add) = (*sum, true);
+            self.at += 1;
         }
         self.out.push(Step::Experts { moe, dst: into, add });
     }

@@ -70,6 +70,7 @@ kernels! {
     ExpertDown = "expert_down": ExpertDownArgs,
     Gemm = "gemm": GemmArgs,
     Float1 = "float_1": FloatJob,
+    FloatRow = "float_row": FloatJob,
     Float8 = "float_8": FloatJob,
     Embed = "embed": EmbedArgs,
     NormPack = "norm_pack": NormArgs,

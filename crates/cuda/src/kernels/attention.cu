@@ -22,12 +22,6 @@ struct AttendArgs {
     u32 pad;
 };
 
-D float kv_at(const u8* p, u32 i, u32 kv_type) {
-    if (kv_type == 1) return half_to_float(((const u16*)p)[i]);
-    if (kv_type == 0) return ((const float*)p)[i];
-    return (float)((const i8*)p)[i];
-}
-
 D u32 first_visible(u32 position, u32 window) { return window && position + 1 > window ? position + 1 - window : 0; }
 
 // Largest visible of 32 scores, one per thread of a warp; NaN is passed over.
@@ -40,33 +34,63 @@ D float largest_score(float s, bool visible) {
     return m;
 }
 
-#define MAX_GROUP 32
+// Bytes of a page, as f32 in shared memory: 16 bytes per load, all under way at once.
+D void widen(const u8* from, float* to, u32 n, u32 kv_type, u32 threads) {
+    u32 per = kv_type == 0 ? 4 : kv_type == 1 ? 8 : 16;
+    for (u32 i = threadIdx.x; i < n / per; i += threads) {
+        uint4 x = *(const uint4*)(from + 16 * i);
+        u32 words[4] = {x.x, x.y, x.z, x.w};
+        float* out = to + i * per;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if (kv_type == 0) out[k] = float_of(words[k]);
+            if (kv_type == 1) {
+                out[2 * k] = half_to_float((u16)words[k]);
+                out[2 * k + 1] = half_to_float((u16)(words[k] >> 16));
+            }
+            if (kv_type == 2)
+                for (int j = 0; j < 4; j++) out[4 * k + j] = (float)(i8)(words[k] >> (8 * j) & 0xff);
+        }
+    }
+}
 
-// Block (block of positions from the first visible one, kv head, row).
-KERNEL(attend_blocks, AttendArgs, 128, 1) {
+// Block (block of positions from the first visible one, kv head, row). Keys and values of the block wait in shared
+// memory; 16 | dim.
+KERNEL(attend_blocks, AttendArgs, 256, 1) {
     DYNAMIC_SHARED(shared);
     u32 group = a.n_heads / a.n_kv_heads, dim = a.dim, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     float* q = (float*)shared;        // [group][dim]
     float* p = q + group * dim;       // [group][32]
+    float* keys = p + group * 32;     // [dim][32]
+    float* values = keys + dim * 32;  // [32][dim]
     let_next_start();
     wait_for_inputs();
     u32 row = blockIdx.z, head = blockIdx.y, position = a.positions[row];
     u32 seen = first_visible(position, a.window), b = seen / 32 + blockIdx.x;
     if (b > position / 32) return;
     u32 lo = seen > b * 32 ? seen - b * 32 : 0, hi = position + 1 - b * 32 < 32 ? position + 1 - b * 32 : 32;
-    const float* src = a.q + ((u64)row * a.n_heads + head * group) * dim;
-    for (u32 i = threadIdx.x; i < group * dim; i += 128) q[i] = src[i];
     u32 page = a.tables[a.row_sequence[row] * a.table_len + b];
     u32 size = a.kv_type == 0 ? 4 : a.kv_type == 1 ? 2 : 1;
-    const u8* keys = head_of_page((u8*)a.pages, a.page_bytes, page, head, dim, a.kv_type);
-    const u8* values = keys + (u64)dim * 32 * size;
-    const float* scales = (const float*)(values + (u64)dim * 32 * size);
+    const u8* kp = head_of_page((u8*)a.pages, a.page_bytes, page, head, dim, a.kv_type);
+    const u8* vp = kp + (u64)dim * 32 * size;
+    const float* scales = (const float*)(vp + (u64)dim * 32 * size);
+    widen(kp, keys, dim * 32, a.kv_type, 256);
+    const float* src = a.q + ((u64)row * a.n_heads + head * group) * dim;
+    for (u32 i = threadIdx.x; i < group * dim; i += 256) q[i] = src[i];
+    widen(vp, values, dim * 32, a.kv_type, 256);
     block_barrier();
     bool visible = lane >= lo && lane < hi;
-    for (u32 h = warp; h < group; h += 4) {
+    for (u32 h = warp; h < group; h += 8) {
         float s = 0.0f;
-#pragma unroll 16
-        for (u32 d = 0; d < dim; d++) s = fma_(q[h * dim + d], kv_at(keys, d * 32 + lane, a.kv_type), s);
+        for (u32 d = 0; d < dim; d += 16) {
+            float k[16], x[16];
+#pragma unroll
+            for (int i = 0; i < 16; i++) k[i] = keys[(d + i) * 32 + lane];
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[i] = q[h * dim + d + i];
+#pragma unroll
+            for (int i = 0; i < 16; i++) s = fma_(x[i], k[i], s);
+        }
         if (a.kv_type == 2) s = s * scales[lane];
         s = s * a.scale;
         float m = largest_score(s, visible);
@@ -76,6 +100,7 @@ KERNEL(attend_blocks, AttendArgs, 128, 1) {
         u64 at = ((u64)row * a.n_heads + head * group + h) * a.max_blocks + blockIdx.x;
         if (lane == 0) {
             float l = 0.0f;
+#pragma unroll
             for (u32 j = 0; j < 32; j++) l = l + p[h * 32 + j];
             a.part_ml[2 * at] = m;
             a.part_ml[2 * at + 1] = l;
@@ -84,11 +109,11 @@ KERNEL(attend_blocks, AttendArgs, 128, 1) {
         if (a.kv_type == 2) p[h * 32 + lane] = e * scales[32 + lane];
     }
     block_barrier();
-    for (u32 i = threadIdx.x; i < group * dim; i += 128) {
+    for (u32 i = threadIdx.x; i < group * dim; i += 256) {
         u32 h = i / dim, d = i % dim;
         float acc = 0.0f;
 #pragma unroll 8
-        for (u32 j = lo; j < hi; j++) acc = fma_(p[h * 32 + j], kv_at(values, j * dim + d, a.kv_type), acc);
+        for (u32 j = lo; j < hi; j++) acc = fma_(p[h * 32 + j], values[j * dim + d], acc);
         a.parts[(((u64)row * a.n_heads + head * group + h) * a.max_blocks + blockIdx.x) * dim + d] = acc;
     }
 }
@@ -131,10 +156,16 @@ KERNEL(attend_merge, AttendArgs, 512, 1) {
     block_barrier();
     float l = 0.0f, acc = 0.0f;
     const float* parts = a.parts + at * a.dim + (d < a.dim ? d : 0);
-#pragma unroll 8
-    for (u32 b = 0; b < n; b++) {
-        l = fma_(l, old_[b], ls[b] * new_[b]);
-        acc = fma_(acc, old_[b], parts[(u64)b * a.dim] * new_[b]);
+    for (u32 b = 0; b < n; b += 16) {
+        float part[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) part[i] = parts[(u64)(b + i < n ? b + i : n - 1) * a.dim];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            if (b + i >= n) break;
+            l = fma_(l, old_[b + i], ls[b + i] * new_[b + i]);
+            acc = fma_(acc, old_[b + i], part[i] * new_[b + i]);
+        }
     }
     if (a.sinks) {
         float sink = a.sinks[head], max = sink > last_m ? sink : last_m;
@@ -188,11 +219,8 @@ D void tile_body(const AttendArgs& a, float* shared) {
         const u8* kp = head_of_page((u8*)a.pages, a.page_bytes, table[b], head, dim, a.kv_type);
         const u8* vp = kp + (u64)dim * 32 * size;
         block_barrier();
-        for (u32 i = threadIdx.x; i < dim * 32; i += 256) {
-            keys[i] = kv_at(kp, i, a.kv_type);
-            // What was never written may be NaN: a position of the future, masked below.
-            values[i] = kv_at(vp, i, a.kv_type);
-        }
+        widen(kp, keys, dim * 32, a.kv_type, 256);
+        widen(vp, values, dim * 32, a.kv_type, 256);
         if (a.kv_type == 2 && threadIdx.x < 64) scales[threadIdx.x] = ((const float*)(vp + (u64)dim * 32 * size))[threadIdx.x];
         block_barrier();
         {

@@ -39,6 +39,11 @@ D u16 float_to_half(float f) {
 D float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 D u32 shuffle_xor_bits(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 D float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+// Over all threads of a warp, or (sum_16) of its half.
+D u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
+D u32 warp_min(u32 x) { return __reduce_min_sync(0xffffffffu, x); }
+D int sum_16(int x) { return __reduce_add_sync(threadIdx.x & 16 ? 0xffff0000u : 0x0000ffffu, x); }
+D u32 add_shared(u32* at, u32 x) { return atomicAdd(at, x); }
 D void block_barrier() { __syncthreads(); }
 D void warp_barrier() { __syncwarp(); }
 // What an earlier kernel of the stream wrote may be read from here on; the next kernel may be launched before.
@@ -208,18 +213,13 @@ D float glu_(u32 kind, float alpha, float limit, float g, float u) {
 // {scale, asum, sum of the first 16, sum of the last 16}.
 D void pack_block(float x, u8* codes, u8* meta) {
     u32 lane = threadIdx.x & 31;
-    u32 largest = bits_of(x) & 0x7fffffffu;
-    for (int m = 16; m > 0; m >>= 1) {
-        u32 other = shuffle_xor_bits(largest, m);
-        largest = other > largest ? other : largest;
-    }
+    u32 largest = warp_max(bits_of(x) & 0x7fffffffu);
     float amax = float_of(largest);
     float inverse = 127.0f / amax;
     bool finite = largest < 0x7f800000u;
     int code = 0;
     if (finite && inverse < INF) code = (i8)(bits_of(x * inverse + ROUND) & 0xff);
-    int sum = code;
-    for (int m = 8; m > 0; m >>= 1) sum += (int)shuffle_xor_bits((u32)sum, m);
+    int sum = sum_16(code);
     int other = (int)shuffle_xor_bits((u32)sum, 16);
     u32 dword = lane >> 2;
     u32 place = dword < 4 ? 2 * dword : 2 * dword - 7;

@@ -156,6 +156,19 @@ D u16 float_to_half(float f) { return bits_as<u16>((_Float16)f); }
 D float shuffle_xor(float x, int mask) { return float_of(emulated::exchange(bits_of(x), emulated::current ^ mask)); }
 D u32 shuffle_xor_bits(u32 x, int mask) { return emulated::exchange(x, emulated::current ^ mask); }
 D float shuffle(float x, int lane) { return float_of(emulated::exchange(bits_of(x), lane)); }
+D u32 warp_max(u32 x) {
+    for (int m = 16; m > 0; m >>= 1) { u32 o = shuffle_xor_bits(x, m); x = o > x ? o : x; }
+    return x;
+}
+D u32 warp_min(u32 x) {
+    for (int m = 16; m > 0; m >>= 1) { u32 o = shuffle_xor_bits(x, m); x = o < x ? o : x; }
+    return x;
+}
+D int sum_16(int x) {
+    for (int m = 8; m > 0; m >>= 1) x += (int)shuffle_xor_bits((u32)x, m);
+    return x;
+}
+D u32 add_shared(u32* at, u32 x) { u32 old = *at; *at += x; return old; }
 D void block_barrier() { emulated::yield(emulated::BLOCK); }
 D void warp_barrier() { emulated::exchange(0, 0); }
 D void wait_for_inputs() {}

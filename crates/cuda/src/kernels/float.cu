@@ -64,6 +64,41 @@ D void float_body(const FloatJob& a) {
 }
 
 KERNEL(float_1, FloatJob, 128, 4) { float_body<1>(a); }
+
+// One output per block, all of the row in flight at once: few outputs, as a router has. F32 weights, 4 | cols.
+KERNEL(float_row, FloatJob, 256, 4) {
+    DYNAMIC_SHARED(shared);
+    float* w = (float*)shared;       // [cols]
+    float* x = w + a.w.cols;         // [cols]
+    u32 o = blockIdx.x, row = blockIdx.y;
+    const float4* from = (const float4*)(a.w.codes + 4 * (u64)o * a.w.cols);
+    for (u32 i = threadIdx.x; i < a.w.cols / 4; i += 256) ((float4*)w)[i] = from[i];
+    let_next_start();
+    wait_for_inputs();
+    const float4* in = (const float4*)(a.x + (u64)row * a.x_stride);
+    for (u32 i = threadIdx.x; i < a.w.cols / 4; i += 256) ((float4*)x)[i] = in[i];
+    block_barrier();
+    if (threadIdx.x >= 32) return;
+    u32 l = threadIdx.x & 15, e = l;
+    float acc = 0.0f;
+    for (; e + 11 * 16 < a.w.cols; e += 12 * 16) {
+        float p[12], q[12];
+#pragma unroll
+        for (int i = 0; i < 12; i++) {
+            p[i] = w[e + 16 * i];
+            q[i] = x[e + 16 * i];
+        }
+#pragma unroll
+        for (int i = 0; i < 12; i++) acc = fma_(p[i], q[i], acc);
+    }
+    for (; e < a.w.cols; e += 16) acc = fma_(w[e], x[e], acc);
+    acc = join_16(acc);
+    if (threadIdx.x == 0) {
+        float v = a.bias ? acc + a.bias[o] : acc;
+        float* out = a.out + (u64)row * a.stride + o;
+        *out = a.add ? *out + v : v;
+    }
+}
 KERNEL(float_8, FloatJob, 128, 4) { float_body<8>(a); }
 
 struct EmbedArgs {

@@ -32,70 +32,92 @@ D float e8m0_half(u32 s) {
     return float_of(s < 2 ? 0x00200000u << s : (s - 1) << 23);
 }
 
-// Scales of block `b` of row `row`. With `KIND` known, only its branch is compiled.
+struct RawScale { u32 x, y; };
+
+// The stored scales of block `b` of row `row`. With `KIND` known, only its branch is compiled.
 template <int KIND>
-D Scale scale_of(const Matrix& m, u32 row, u32 b) {
+D RawScale load_scale(const Matrix& m, u32 row, u32 b) {
     u32 kind = KIND >= 0 ? (u32)KIND : m.kind;
-    u64 at = (u64)row * m.blocks + b;
+    u64 at = (u64)row * m.blocks + b, group = (u64)row * ((m.blocks + 7) >> 3) + (b >> 3);
+    u64 shared = (u64)row * (m.blocks >> m.shift) + (b >> m.shift);
+    RawScale r;
+    r.x = r.y = 0;
+    switch (kind) {
+        case K_E8M0: r.x = load_1(m.scales + at); break;
+        case K_F16: r.x = load_2(m.scales + 2 * at); break;
+        case K_F16_BIAS:
+        case K_BF16_BIAS: r.x = load_4(m.scales + 4 * shared); break;
+        case K_F32_BIAS: {
+            uint2 v = load_8(m.scales + 8 * shared);
+            r.x = v.x;
+            r.y = v.y;
+            break;
+        }
+        case K_SUPER:
+            r.x = load_1(m.scales + at);
+            r.y = load_2(m.supers + 2 * group);
+            break;
+        case K_SUPER_HALVES:
+            r.x = load_2(m.scales + 2 * at);
+            r.y = load_2(m.supers + 2 * group);
+            break;
+        case K_SUPER_BIAS:
+            r.x = load_2(m.scales + 2 * at);
+            r.y = load_4(m.supers + 4 * group);
+            break;
+        case K_SUPER_BIAS_HALVES:
+            r.x = load_4(m.scales + 4 * at);
+            r.y = load_4(m.supers + 4 * group);
+            break;
+    }
+    return r;
+}
+
+template <int KIND>
+D Scale decode_scale(const Matrix& m, RawScale r) {
+    u32 kind = KIND >= 0 ? (u32)KIND : m.kind;
     Scale s;
     s.ws[0] = s.ws[1] = s.wb[0] = s.wb[1] = 0.0f;
     switch (kind) {
-        case K_E8M0:
-            s.ws[0] = s.ws[1] = e8m0_half(load_1(m.scales + at));
+        case K_E8M0: s.ws[0] = s.ws[1] = e8m0_half(r.x); break;
+        case K_F16: s.ws[0] = s.ws[1] = half_to_float((u16)r.x); break;
+        case K_F16_BIAS:
+            s.ws[0] = s.ws[1] = half_to_float((u16)r.x);
+            s.wb[0] = s.wb[1] = half_to_float((u16)(r.x >> 16));
             break;
-        case K_F16:
-            s.ws[0] = s.ws[1] = half_to_float(load_2(m.scales + 2 * at));
+        case K_BF16_BIAS:
+            s.ws[0] = s.ws[1] = float_of(r.x << 16);
+            s.wb[0] = s.wb[1] = float_of(r.x & 0xffff0000u);
             break;
-        case K_F16_BIAS: {
-            u32 v = load_4(m.scales + 4 * ((u64)row * (m.blocks >> m.shift) + (b >> m.shift)));
-            s.ws[0] = s.ws[1] = half_to_float((u16)v);
-            s.wb[0] = s.wb[1] = half_to_float((u16)(v >> 16));
+        case K_F32_BIAS:
+            s.ws[0] = s.ws[1] = float_of(r.x);
+            s.wb[0] = s.wb[1] = float_of(r.y);
             break;
-        }
-        case K_BF16_BIAS: {
-            u32 v = load_4(m.scales + 4 * ((u64)row * (m.blocks >> m.shift) + (b >> m.shift)));
-            s.ws[0] = s.ws[1] = float_of(v << 16);
-            s.wb[0] = s.wb[1] = float_of(v & 0xffff0000u);
-            break;
-        }
-        case K_F32_BIAS: {
-            uint2 v = load_8(m.scales + 8 * ((u64)row * (m.blocks >> m.shift) + (b >> m.shift)));
-            s.ws[0] = s.ws[1] = float_of(v.x);
-            s.wb[0] = s.wb[1] = float_of(v.y);
-            break;
-        }
-        case K_SUPER: {
-            float d = half_to_float(load_2(m.supers + 2 * ((u64)row * ((m.blocks + 7) >> 3) + (b >> 3)))) * m.unit;
-            s.ws[0] = s.ws[1] = d * (float)(i8)load_1(m.scales + at);
-            break;
-        }
+        case K_SUPER: s.ws[0] = s.ws[1] = half_to_float((u16)r.y) * m.unit * (float)(i8)(r.x & 0xff); break;
         case K_SUPER_HALVES: {
-            float d = half_to_float(load_2(m.supers + 2 * ((u64)row * ((m.blocks + 7) >> 3) + (b >> 3)))) * m.unit;
-            u16 v = load_2(m.scales + 2 * at);
-            s.ws[0] = d * (float)(i8)(v & 0xff);
-            s.ws[1] = d * (float)(i8)(v >> 8);
+            float d = half_to_float((u16)r.y) * m.unit;
+            s.ws[0] = d * (float)(i8)(r.x & 0xff);
+            s.ws[1] = d * (float)(i8)(r.x >> 8 & 0xff);
             break;
         }
-        case K_SUPER_BIAS: {
-            u32 d = load_4(m.supers + 4 * ((u64)row * ((m.blocks + 7) >> 3) + (b >> 3)));
-            u16 v = load_2(m.scales + 2 * at);
-            s.ws[0] = s.ws[1] = half_to_float((u16)d) * (float)(v & 0xff);
-            s.wb[0] = s.wb[1] = -(half_to_float((u16)(d >> 16)) * (float)(v >> 8));
+        case K_SUPER_BIAS:
+            s.ws[0] = s.ws[1] = half_to_float((u16)r.y) * (float)(r.x & 0xff);
+            s.wb[0] = s.wb[1] = -(half_to_float((u16)(r.y >> 16)) * (float)(r.x >> 8));
             break;
-        }
         case K_SUPER_BIAS_HALVES: {
-            u32 d = load_4(m.supers + 4 * ((u64)row * ((m.blocks + 7) >> 3) + (b >> 3)));
-            u32 v = load_4(m.scales + 4 * at);
-            float scale = half_to_float((u16)d), minimum = half_to_float((u16)(d >> 16));
-            s.ws[0] = scale * (float)(v & 0xff);
-            s.wb[0] = -(minimum * (float)(v >> 8 & 0xff));
-            s.ws[1] = scale * (float)(v >> 16 & 0xff);
-            s.wb[1] = -(minimum * (float)(v >> 24));
+            float scale = half_to_float((u16)r.y), minimum = half_to_float((u16)(r.y >> 16));
+            s.ws[0] = scale * (float)(r.x & 0xff);
+            s.wb[0] = -(minimum * (float)(r.x >> 8 & 0xff));
+            s.ws[1] = scale * (float)(r.x >> 16 & 0xff);
+            s.wb[1] = -(minimum * (float)(r.x >> 24));
             break;
         }
     }
     return s;
 }
+
+template <int KIND>
+D Scale scale_of(const Matrix& m, u32 row, u32 b) { return decode_scale<KIND>(m, load_scale<KIND>(m, row, b)); }
 
 // Four nibbles in the bytes of `x` through a table of 16 signed bytes.
 D u32 look_up(const Matrix& m, u32 x) {
@@ -128,25 +150,41 @@ D void words_of(const Matrix& m, u32 nibbles, u32 extra, u32 high0, u32 high1, u
     }
 }
 
+struct RawCodes { uint4 x, y; };
+
 template <int WIDTH>
-D Codes codes_of(const Matrix& m, u32 row, u32 b) {
+D RawCodes load_codes(const Matrix& m, u32 row, u32 b) {
     u32 width = WIDTH >= 0 ? (u32)WIDTH : m.width;
     u64 at = (u64)row * m.blocks + b;
+    RawCodes r;
+    r.y.x = r.y.y = r.y.z = r.y.w = 0;
+    if (width == W_8) {
+        r.x = load_16(m.codes + 32 * at);
+        r.y = load_16(m.codes + 32 * at + 16);
+        return r;
+    }
+    r.x = load_16(m.codes + 16 * at);
+    if (width == W_6) {
+        uint2 h = load_8(m.high + 8 * at);
+        r.y.x = h.x;
+        r.y.y = h.y;
+    }
+    return r;
+}
+
+template <int WIDTH>
+D Codes decode_codes(const Matrix& m, const RawCodes& r) {
+    u32 width = WIDTH >= 0 ? (u32)WIDTH : m.width;
     Codes c;
     if (width == W_8) {
-        uint4 x = load_16(m.codes + 32 * at), y = load_16(m.codes + 32 * at + 16);
-        c.first[0] = x.x; c.last[0] = x.y; c.first[1] = x.z; c.last[1] = x.w;
-        c.first[2] = y.x; c.last[2] = y.y; c.first[3] = y.z; c.last[3] = y.w;
+        c.first[0] = r.x.x; c.last[0] = r.x.y; c.first[1] = r.x.z; c.last[1] = r.x.w;
+        c.first[2] = r.y.x; c.last[2] = r.y.y; c.first[3] = r.y.z; c.last[3] = r.y.w;
         return c;
     }
-    uint4 x = load_16(m.codes + 16 * at);
-    uint2 h;
-    h.x = h.y = 0;
-    if (width == W_6) h = load_8(m.high + 8 * at);
-    words_of<WIDTH>(m, x.x, 0, h.x, h.y, 0, &c.first[0], &c.last[0]);
-    words_of<WIDTH>(m, x.y, 0, h.x, h.y, 1, &c.first[1], &c.last[1]);
-    words_of<WIDTH>(m, x.z, 0, h.x, h.y, 2, &c.first[2], &c.last[2]);
-    words_of<WIDTH>(m, x.w, 0, h.x, h.y, 3, &c.first[3], &c.last[3]);
+    words_of<WIDTH>(m, r.x.x, 0, r.y.x, r.y.y, 0, &c.first[0], &c.last[0]);
+    words_of<WIDTH>(m, r.x.y, 0, r.y.x, r.y.y, 1, &c.first[1], &c.last[1]);
+    words_of<WIDTH>(m, r.x.z, 0, r.y.x, r.y.y, 2, &c.first[2], &c.last[2]);
+    words_of<WIDTH>(m, r.x.w, 0, r.y.x, r.y.y, 3, &c.first[3], &c.last[3]);
     return c;
 }
 

@@ -42,14 +42,12 @@ KERNEL(route, RouteArgs, 32, 1) {
                 at = e;
             }
         }
-        for (int m = 16; m > 0; m >>= 1) {
-            float other = shuffle_xor(best, m);
-            u32 there = shuffle_xor_bits(at, m);
-            if (there != 0xffffffffu && (at == 0xffffffffu || other > best || (other == best && there < at))) {
-                best = other;
-                at = there;
-            }
-        }
+        // As integers the keys are ordered like the floats; both zeros are one.
+        u32 bits = best == 0.0f ? 0 : bits_of(best);
+        u32 key = at == 0xffffffffu ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
+        u32 top = warp_max(key);
+        at = warp_min(key == top ? at : 0xffffffffu);
+        best = float_of(warp_max(key == top && (at & 31) == lane ? bits_of(best) : 0));
         if (at == 0xffffffffu) at = 0;
         if ((at & 31) == lane) taken |= 1u << (at >> 5);
         if (k == 0) max = best;
@@ -84,57 +82,33 @@ struct SortArgs {
     u32 pairs, experts, tile, pad;
 };
 
-// One block of 1024 threads: thread e owns experts e, e + 1024, .. and reads all ids: pairs stay in order.
+// One block of threads. The order of an expert's pairs is whatever it is: every row is computed by itself.
 KERNEL(sort_pairs, SortArgs, 1024, 1) {
     DYNAMIC_SHARED(shared);
-    u32* count = (u32*)shared;            // [experts], then where an expert's pairs start
-    u32* tile_start = count + a.experts;  // [experts + 1]
+    u32* count = (u32*)shared;         // [experts]
+    u32* next = count + a.experts;     // [experts]: where an expert's next pair goes
     wait_for_inputs();
     for (u32 e = threadIdx.x; e < a.experts; e += 1024) count[e] = 0;
     block_barrier();
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    // A warp counts the pairs of its experts, 32 ids at a time.
-    for (u32 e = warp; e < a.experts; e += 32) {
-        u32 n = 0;
-        for (u32 i = lane; i < a.pairs; i += 32) n += a.ids[i] == e;
-        for (int m = 16; m > 0; m >>= 1) n += shuffle_xor_bits(n, m);
-        if (lane == 0) count[e] = n;
-    }
+    for (u32 i = threadIdx.x; i < a.pairs; i += 1024) add_shared(count + a.ids[i], 1);
     block_barrier();
     if (threadIdx.x == 0) {
         u32 at = 0, tiles = 0;
         for (u32 e = 0; e < a.experts; e++) {
             u32 n = count[e];
-            count[e] = at;
-            tile_start[e] = tiles;
+            next[e] = at;
+            for (u32 start = 0; start < n; start += a.tile) {
+                u32* out = a.tiles + 3 * tiles++;
+                out[0] = e;
+                out[1] = at + start;
+                out[2] = start + a.tile < n ? at + start + a.tile : at + n;
+            }
             at += n;
-            tiles += (n + a.tile - 1) / a.tile;
         }
-        tile_start[a.experts] = tiles;
         *a.n_tiles = tiles;
     }
     block_barrier();
-    for (u32 e = warp; e < a.experts; e += 32) {
-        u32 at = count[e], first = at;
-        for (u32 i0 = 0; i0 < a.pairs; i0 += 32) {
-            u32 i = i0 + lane;
-            u32 mine = i < a.pairs && a.ids[i] == e ? 1 : 0;
-            u32 mask = mine << lane;
-            for (int m = 16; m > 0; m >>= 1) mask |= shuffle_xor_bits(mask, m);
-            u32 before = mask & ((1u << lane) - 1), n = 0, all = 0;
-            for (u32 x = before; x; x &= x - 1) n++;
-            for (u32 x = mask; x; x &= x - 1) all++;
-            if (mine) a.sorted[at + n] = i;
-            at += all;
-        }
-        u32 t = tile_start[e];
-        for (u32 start = first + lane * a.tile; start < at; start += 32 * a.tile) {
-            u32* out = a.tiles + 3 * (t + (start - first) / a.tile);
-            out[0] = e;
-            out[1] = start;
-            out[2] = start + a.tile < at ? start + a.tile : at;
-        }
-    }
+    for (u32 i = threadIdx.x; i < a.pairs; i += 1024) a.sorted[add_shared(next + a.ids[i], 1)] = i;
 }
 
 struct CombineArgs {

@@ -16,7 +16,7 @@ struct NormArgs {
 };
 
 // A block per row; the row waits in shared memory.
-KERNEL(norm_pack, NormArgs, 256, 1) {
+KERNEL(norm_pack, NormArgs, 1024, 1) {
     DYNAMIC_SHARED(shared);
     float* x = (float*)shared;  // [width]
     __shared__ float scale;
@@ -24,7 +24,8 @@ KERNEL(norm_pack, NormArgs, 256, 1) {
     wait_for_inputs();
     u64 row = blockIdx.x;
     const float* src = a.src + row * a.width;
-    for (u32 i = threadIdx.x; i < a.width; i += 256) {
+    u32 n = blockDim.x;
+    for (u32 i = threadIdx.x; i < a.width; i += n) {
         float v = src[i];
         if (a.add) {
             v = v + a.add[row * a.width + i];
@@ -36,14 +37,21 @@ KERNEL(norm_pack, NormArgs, 256, 1) {
     if (a.norm && threadIdx.x < 32) {
         u32 l = threadIdx.x & 15;
         float acc = 0.0f;
-#pragma unroll 16
-        for (u32 i = l; i < a.width; i += 16) acc = fma_(x[i], x[i], acc);
+        u32 i = l;
+        for (; i + 15 * 16 < a.width; i += 16 * 16) {
+            float v[16];
+#pragma unroll
+            for (int k = 0; k < 16; k++) v[k] = x[i + 16 * k];
+#pragma unroll
+            for (int k = 0; k < 16; k++) acc = fma_(v[k], v[k], acc);
+        }
+        for (; i < a.width; i += 16) acc = fma_(x[i], x[i], acc);
         acc = join_16(acc);
         float s = acc / (float)a.width + a.eps;
         if (threadIdx.x == 0) scale = 1.0f / sqrtf(s);
     }
     block_barrier();
-    for (u32 i = threadIdx.x; i < (a.width + 31) / 32 * 32; i += 256) {
+    for (u32 i = threadIdx.x; i < (a.width + 31) / 32 * 32; i += n) {
         float v = i < a.width ? x[i] : 0.0f;
         if (a.norm && i < a.width) {
             v = v * scale;
