@@ -1,6 +1,7 @@
-//! Development chores: `cargo xtask check | arrows | matrix | synth | bench`.
+//! Development chores: `cargo xtask check | arrows | matrix | synth | bench | kernels`.
 
 mod bench;
+mod kernels;
 mod matrix;
 mod synth;
 
@@ -10,7 +11,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, bail};
 
 /// Crates from left to right: a crate may depend on those before it only.
-const ORDER: [&str; 12] = [
+const ORDER: [&str; 13] = [
     "forebay-quant",
     "forebay-files",
     "forebay-synth",
@@ -19,6 +20,7 @@ const ORDER: [&str; 12] = [
     "forebay-program",
     "forebay-store",
     "forebay-cpu",
+    "forebay-cuda",
     "forebay-engine",
     "forebay-text",
     "forebay-inputs",
@@ -49,8 +51,11 @@ fn main() -> ExitCode {
         }
         "synth" => synth::run(args.collect()),
         "bench" => bench::run(args.collect()),
+        "kernels" => kernels::run(args.collect()),
         _ => {
-            eprintln!("usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL");
+            eprintln!(
+                "usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL | kernels OUT"
+            );
             return ExitCode::from(2);
         }
     };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use forebay_cpu::backend::CpuBackend;
 use forebay_cpu::{Level, Pool};
+use forebay_cuda::{CudaBackend, Gpu};
 use forebay_files::{Catalog, Disk, FileAccess};
 use forebay_models::ModelSpec;
 use forebay_program::{Backend, Program, lower_with};
@@ -14,6 +15,7 @@ use forebay_store::{
     StoreSpec, memory, open_store,
 };
 
+use crate::device::{self, Place};
 use crate::elastic::Governor;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, MemoryLimit, ResidencyChoice};
@@ -73,9 +75,12 @@ impl Opened {
         budget_bytes(self.options.memory)
     }
 
-    /// The plan for the budget.
+    /// The plan for the budget, or for the GPU where the model goes to one.
     pub fn plan(&self) -> Result<MemoryPlan, EngineError> {
-        self.plan_input().plan(self.budget()?)
+        match device::choose(self)? {
+            Place::Gpu(_, plan) => Ok(*plan),
+            Place::Cpu(_) => self.plan_input().plan(self.budget()?),
+        }
     }
 
     /// What plans are made from.
@@ -134,6 +139,9 @@ pub struct Engine {
     files: Arc<FileSet>,
     embedding: Embedding,
     level: Level,
+    gpu: Option<Gpu>,
+    /// Why a GPU that is there was not taken.
+    reason: Option<String>,
 }
 
 /// What changing the budget needs to know.
@@ -159,14 +167,13 @@ enum Embedding {
 impl Engine {
     /// Loads the trunk and opens the store. `progress` is told (bytes read, bytes in all).
     pub fn load(opened: Opened, progress: &mut dyn FnMut(u64, u64)) -> Result<Engine, EngineError> {
-        let plan = opened.plan()?;
+        let reason = match device::choose(&opened)? {
+            Place::Gpu(gpu, plan) => return Engine::load_device(opened, gpu, *plan, progress),
+            Place::Cpu(reason) => reason,
+        };
+        let plan = opened.plan_input().plan(opened.budget()?)?;
         let Opened { catalog, mut spec, program, store: store_spec, options } = opened;
-        for layer in &mut spec.layers {
-            if let Some(routed) = &mut layer.ffn.routed {
-                routed.experts.weights = Vec::new();
-                routed.experts.biases = Vec::new();
-            }
-        }
+        drop_experts(&mut spec);
         let mut files = FileSet::open(&catalog.files, options.io)?;
         if let Some(also) = &options.also {
             files.add_copy(&catalog, &Catalog::open(also)?)?;
@@ -224,7 +231,69 @@ impl Engine {
             files,
             embedding,
             level,
+            gpu: None,
+            reason,
         })
+    }
+
+    /// Loads everything to the GPU.
+    fn load_device(
+        opened: Opened,
+        gpu: Gpu,
+        plan: MemoryPlan,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Engine, EngineError> {
+        let files = Arc::new(FileSet::open(&opened.catalog.files, opened.options.io)?);
+        let shape = &plan.device.as_ref().expect("a plan for a GPU").shape;
+        let threads = opened.options.threads();
+        let backend = CudaBackend::new(
+            &gpu,
+            opened.program.clone(),
+            &device::model(&opened),
+            shape,
+            &files,
+            threads,
+            progress,
+        )?;
+        let Opened { mut spec, program, options, .. } = opened;
+        drop_experts(&mut spec);
+        let store_options = StoreOptions { policy: options.policy, ..StoreOptions::default() };
+        let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages, plan.shape.states);
+        Ok(Engine {
+            spec,
+            program,
+            plan,
+            stats: Stats::default(),
+            backend: Box::new(backend),
+            store: None,
+            pages,
+            hidden: Vec::new(),
+            logits: Vec::new(),
+            pilot: Pilot::new(Prefetch::Off, 0),
+            taps: Vec::new(),
+            governor: None,
+            elastic: ElasticShape {
+                slot_bytes: 0,
+                n_experts: 0,
+                store: store_options,
+                adjustments: 0,
+            },
+            files,
+            embedding: Embedding::Tied,
+            level: options.level.unwrap_or_else(Level::best),
+            gpu: Some(gpu),
+            reason: None,
+        })
+    }
+
+    /// Name of what computes, as in `--backend`.
+    pub fn backend_name(&self) -> &'static str {
+        self.backend.name()
+    }
+
+    /// Bytes per second of a large copy on the GPU, read and written bytes counted; none without one.
+    pub fn device_bandwidth(&self) -> Option<f64> {
+        self.gpu.as_ref()?.copy_bandwidth().ok()
     }
 
     /// An empty sequence.
@@ -282,7 +351,11 @@ impl Engine {
 
     /// Things said once about how files are read.
     pub fn notes(&self) -> Vec<String> {
-        self.files.notes()
+        let mut notes = self.files.notes();
+        if let Some(reason) = &self.reason {
+            notes.push(format!("computing on the CPU: {reason}"));
+        }
+        notes
     }
 
     /// Vector width in use.
@@ -317,5 +390,15 @@ impl Engine {
             }
         }
         Ok(())
+    }
+}
+
+/// Descriptions of experts, which are with the backend or the store.
+fn drop_experts(spec: &mut ModelSpec) {
+    for layer in &mut spec.layers {
+        if let Some(routed) = &mut layer.ffn.routed {
+            routed.experts.weights = Vec::new();
+            routed.experts.biases = Vec::new();
+        }
     }
 }

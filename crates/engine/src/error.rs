@@ -1,5 +1,7 @@
 //! What can go wrong between opening a model and its last token.
 
+use forebay_cuda::CudaError;
+use forebay_program::BackendError;
 use forebay_program::ledger::human;
 
 /// Errors of the engine.
@@ -18,6 +20,9 @@ pub enum EngineError {
     /// The numbers went bad.
     #[error(transparent)]
     Backend(#[from] forebay_program::BackendError),
+    /// The GPU cannot be used, or cannot hold the model.
+    #[error(transparent)]
+    Cuda(#[from] forebay_cuda::LoadError),
     /// The budget cannot hold the model.
     #[error(
         "a budget of {} is too small for this model: the smallest that works is {} MiB with {advice}",
@@ -70,6 +75,12 @@ pub enum EngineError {
     Cancelled,
 }
 
+impl From<CudaError> for EngineError {
+    fn from(e: CudaError) -> EngineError {
+        EngineError::Cuda(e.into())
+    }
+}
+
 impl EngineError {
     /// Class name, stable for programs.
     pub fn class(&self) -> &'static str {
@@ -77,6 +88,14 @@ impl EngineError {
             EngineError::Files(e) => e.class(),
             EngineError::Model(e) => e.class(),
             EngineError::Store(e) => e.class(),
+            EngineError::Cuda(forebay_cuda::LoadError::Store(e)) => e.class(),
+            EngineError::Cuda(forebay_cuda::LoadError::Cuda(e)) => match e {
+                CudaError::Memory { .. } => "OutOfMemoryBudget",
+                CudaError::Call { .. } | CudaError::Compile(_) => "DeviceFault",
+                _ => "Unsupported",
+            },
+            EngineError::Cuda(_) => "DeviceFault",
+            EngineError::Backend(BackendError::Device { .. }) => "DeviceFault",
             EngineError::Backend(_) | EngineError::LogitNan { .. } => "NumericFault",
             EngineError::BudgetTooSmall { .. } => "BudgetTooSmall",
             EngineError::Refused { .. } => "Unsupported",

@@ -123,12 +123,20 @@ impl Engine {
         control: &mut Control<'_>,
         sink: LogitSink<'_>,
     ) -> Result<(), EngineError> {
+        let program = self.program.clone();
+        let total = program.segments.len();
+        if let Some(whole) = self.backend.whole() {
+            if control.cancel.load(Ordering::Relaxed) {
+                return Err(EngineError::Cancelled);
+            }
+            timed(&mut self.stats.phases.body, || whole.pass(pass, &batch.tokens))?;
+            (control.progress)(total, total);
+            return self.logits(batch, sink);
+        }
         let clock = Instant::now();
         self.embed(&batch.tokens)?;
         self.backend.begin(pass, &self.hidden);
         self.stats.phases.embed += clock.elapsed();
-        let program = self.program.clone();
-        let total = program.segments.len();
         for (index, segment) in program.segments.iter().enumerate() {
             if control.cancel.load(Ordering::Relaxed) {
                 return Err(EngineError::Cancelled);
@@ -141,11 +149,16 @@ impl Engine {
             }
             (control.progress)(index + 1, total);
         }
+        self.logits(batch, sink)
+    }
+
+    /// Hands out the logits of the rows that want them.
+    fn logits(&mut self, batch: &Batch, sink: LogitSink<'_>) -> Result<(), EngineError> {
         let clock = Instant::now();
         let vocab = self.spec.vocab_size;
         for rows in batch.logit_rows.chunks(self.backend.max_logit_rows()) {
             self.logits.resize(rows.len() * vocab, 0.0);
-            self.backend.logits(rows, &mut self.logits);
+            self.backend.logits(rows, &mut self.logits)?;
             self.stats.phases.head += clock.elapsed();
             for (row, logits) in rows.iter().zip(self.logits.chunks_exact(vocab)) {
                 sink(*row as usize, logits)?;

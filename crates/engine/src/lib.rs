@@ -1,6 +1,7 @@
 //! Runs a model: memory plan, sequences, batches, sampling, generation.
 //!
-//! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`state`] (sequences
+//! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`device`]
+//! (whether it goes to a GPU), [`state`] (sequences
 //! and their KV pages), [`forward`] (one batch through the program: the driver), [`sampler`],
 //! [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while running),
 //! [`tap`] (seeing choices), [`predict`] (what a budget would give).
@@ -10,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod device;
 mod elastic;
 pub mod engine;
 pub mod error;
@@ -29,7 +31,7 @@ pub use engine::Engine;
 pub use error::EngineError;
 pub use forward::{Batch, Control};
 pub use generate::{Finish, GenerateParams, Generated, TokenEvent};
-pub use options::{EngineOptions, MemoryLimit, ResidencyChoice};
+pub use options::{BackendChoice, EngineOptions, MemoryLimit, ResidencyChoice};
 pub use pilot::{PilotCounts, Prefetch};
 pub use plan::MemoryPlan;
 pub use sampler::{Sampler, SamplerParams};

@@ -20,6 +20,17 @@ pub enum MemoryLimit {
     Fraction(f64),
 }
 
+/// What computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// A GPU that can run all of the model, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The first NVIDIA GPU.
+    Cuda,
+}
+
 /// Where experts live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResidencyChoice {
@@ -72,6 +83,8 @@ pub struct EngineOptions {
     pub elastic: bool,
     /// Vector width; none: the widest.
     pub level: Option<Level>,
+    /// What computes.
+    pub backend: BackendChoice,
     /// Bytes that the caller owns besides: tokenizer and the like.
     pub caller_bytes: u64,
 }
@@ -97,6 +110,7 @@ impl Default for EngineOptions {
             prefetch: Prefetch::Auto,
             elastic: true,
             level: None,
+            backend: BackendChoice::Cpu,
             caller_bytes: 0,
         }
     }

@@ -9,6 +9,7 @@ use forebay_program::Program;
 use forebay_program::ledger::{Ledger, human};
 use forebay_store::{Residency, StoreSpec};
 
+use crate::device::DevicePlan;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
 use crate::state::{pages_per_sequence, state_slots};
@@ -72,6 +73,8 @@ pub struct MemoryPlan {
     pub context: usize,
     /// What the backend allocates.
     pub shape: CpuShape,
+    /// What lies on a GPU, when one computes; then the other lines are the process's own.
+    pub device: Option<DevicePlan>,
 }
 
 /// What a plan is made from.
@@ -165,13 +168,14 @@ impl PlanInput<'_> {
                 chunk: shape.max_rows,
                 context,
                 shape,
+                device: None,
             }));
         }
         Ok(None)
     }
 
     /// Context in tokens.
-    fn context(&self) -> Result<usize, EngineError> {
+    pub(crate) fn context(&self) -> Result<usize, EngineError> {
         let longest = self.spec.context_length;
         match self.options.context {
             Some(0) => Err(EngineError::Refused {
@@ -242,19 +246,25 @@ impl PlanInput<'_> {
             CpuBackend::bytes(self.program, &shape);
         let d = self.spec.hidden_size as u64;
         let host = chunk as u64 * d * 4 + 16.min(chunk) as u64 * self.spec.vocab_size as u64 * 8;
-        let matrices = self.store.n_experts_total() * 3 + self.tensors;
-        let threads = o.threads() + IO_THREADS;
         let mut ledger = Ledger::default();
         ledger.add("trunk", trunk + vectors);
         ledger.add(KV_LINE, kv);
         ledger.add("recurrent state", state);
         ledger.add("scratch", scratch + host);
+        self.common(&mut ledger);
+        (ledger, shape)
+    }
+
+    /// Lines that do not depend on what computes.
+    pub(crate) fn common(&self, ledger: &mut Ledger) {
+        let o = self.options;
+        let matrices = self.store.n_experts_total() * 3 + self.tensors;
+        let threads = o.threads() + IO_THREADS;
         ledger.add("tokenizer", o.caller_bytes);
         ledger.add("description of the model", matrices as u64 * BYTES_PER_TENSOR);
         // Half a stack at most is touched; the rest is address space.
         ledger.add("threads", threads as u64 * forebay_cpu::pool::STACK_BYTES as u64 / 2);
         ledger.add("program", PROCESS_BYTES);
-        (ledger, shape)
     }
 
     /// Smallest total with one expert buffer and one row at a time.
@@ -296,6 +306,9 @@ impl MemoryPlan {
 
     /// One line for people.
     pub fn summary(&self) -> String {
+        if let Some(device) = &self.device {
+            return device.summary(self.chunk, self.context);
+        }
         let experts = match self.residency {
             None => "no experts".to_string(),
             Some(Residency::Stream { slots }) => format!("{slots} expert slots, streamed"),

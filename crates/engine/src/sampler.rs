@@ -4,6 +4,9 @@
 //! function of (seed, position, choice) and of nothing that happened before, so that a token does not
 //! depend on how its predecessors were computed (drafted, batched, resumed).
 
+use forebay_cpu::Level;
+use forebay_cpu::vecmath::exp_slice;
+
 /// Sampling parameters. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplerParams {
@@ -145,25 +148,54 @@ fn penalise(candidates: &mut [(u32, f32)], recent: &[u32], p: &SamplerParams) {
 
 /// Index of the largest; the first among equals.
 pub fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, l) in logits.iter().enumerate() {
-        if *l > logits[best] {
-            best = i;
+    // Whole lines first, so that the search is made of vector operations.
+    let mut best = (0, f32::NEG_INFINITY);
+    for (i, line) in logits.chunks(LINE).enumerate() {
+        let max = line.iter().fold(f32::NEG_INFINITY, |m, l| if *l > m { *l } else { m });
+        if max > best.1 {
+            best = (i * LINE, max);
         }
     }
-    best as u32
+    let line = &logits[best.0..logits.len().min(best.0 + LINE)];
+    (best.0 + line.iter().position(|l| *l == best.1).unwrap_or(0)) as u32
 }
+
+/// Logits that are looked at together.
+const LINE: usize = 1024;
 
 /// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
 pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
-    if logits.iter().any(|l| l.is_nan()) {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let mut nan = false;
+    for part in logits.chunks(16) {
+        for (max, l) in lanes.iter_mut().zip(part) {
+            nan |= l.is_nan();
+            *max = if *l > *max { *l } else { *max };
+        }
+    }
+    if nan {
         return None;
     }
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
     if !max.is_finite() {
         return None;
     }
-    let sum: f64 = logits.iter().map(|l| ((l - max) as f64).exp()).sum();
+    // Exponentials in f32, some thousand of f64 ones cost more than a GPU's whole step; sums in f64.
+    let (level, mut line, mut sum) = (Level::best(), [0.0f32; LINE], 0.0f64);
+    for logits in logits.chunks(LINE) {
+        let line = &mut line[..logits.len()];
+        for (to, l) in line.iter_mut().zip(logits) {
+            *to = l - max;
+        }
+        exp_slice(level, line);
+        let mut sums = [0.0f64; 8];
+        for part in line.chunks(8) {
+            for (sum, e) in sums.iter_mut().zip(part) {
+                *sum += *e as f64;
+            }
+        }
+        sum += sums.iter().sum::<f64>();
+    }
     Some((max, sum.ln()))
 }
 

@@ -9,7 +9,9 @@ use std::str::FromStr;
 use clap::builder::BoolishValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use forebay_cpu::Level;
-use forebay_engine::{EngineOptions, MemoryLimit, Prefetch, ResidencyChoice, SamplerParams};
+use forebay_engine::{
+    BackendChoice, EngineOptions, MemoryLimit, Prefetch, ResidencyChoice, SamplerParams,
+};
 use forebay_store::Policy;
 
 /// Runs Mixture-of-Experts language models that are larger than memory.
@@ -75,6 +77,9 @@ pub enum Command {
         echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}' | forebay template chat.jinja --request -"
     )]
     Template(TemplateArgs),
+    /// Compare the GPU's kernels with the scalar definitions, for every weight format.
+    #[command(hide = true)]
+    Selftest(SelftestArgs),
     /// Show the token ids of a text.
     #[command(after_help = "Examples:\n  forebay tokenize model.gguf \"Hello\"\n  \
         forebay tokenize model.gguf --decode 1,2,3")]
@@ -117,6 +122,7 @@ impl Cli {
             Command::Bench(a) => a.json,
             Command::Template(a) => a.json,
             Command::Tokenize(a) => a.json,
+            Command::Selftest(a) => a.json,
             Command::Eval(e) => match &e.command {
                 EvalCommand::Golden(a) => a.json,
                 EvalCommand::Perplexity(a) => a.json,
@@ -124,6 +130,15 @@ impl Cli {
             },
         }
     }
+}
+
+#[derive(Debug, Args)]
+pub struct SelftestArgs {
+    /// Rounds with other numbers.
+    #[arg(long, default_value_t = 1)]
+    pub rounds: u64,
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// A model: what every command begins with.
@@ -321,9 +336,6 @@ impl Options {
             what: what.into(),
             instead: instead.into(),
         };
-        if self.backend == BackendArg::Cuda {
-            return Err(refuse("--backend cuda", "this build computes on the CPU only").into());
-        }
         if let Some(level) = self.simd.filter(|l| !Level::available().contains(l)) {
             let have: Vec<String> = Level::available().iter().map(|l| l.to_string()).collect();
             let instead = format!("this processor has {}", have.join(", "));
@@ -384,6 +396,11 @@ impl Options {
                 PrefetchArg::On => Prefetch::On,
             },
             elastic: self.elastic == SwitchArg::Auto,
+            backend: match self.backend {
+                BackendArg::Auto => BackendChoice::Auto,
+                BackendArg::Cpu => BackendChoice::Cpu,
+                BackendArg::Cuda => BackendChoice::Cuda,
+            },
             level: self.simd,
             ..EngineOptions::default()
         })

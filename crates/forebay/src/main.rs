@@ -39,6 +39,7 @@ fn main() -> ExitCode {
             EvalCommand::Same(a) => cmd::same::run(a),
         },
         Command::Template(a) => cmd::template::run(a),
+        Command::Selftest(a) => cmd::selftest::run(a),
         Command::Tokenize(a) => cmd::tokenize::run(a),
     };
     match result {

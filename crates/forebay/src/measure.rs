@@ -124,6 +124,7 @@ impl Report<'_> {
         put("slots", json!(self.engine.plan.slots));
         put("chunk", json!(self.engine.plan.chunk));
         put("context", json!(self.engine.plan.context));
+        put("backend", json!(self.engine.backend_name()));
         put("simd", json!(self.engine.level().to_string()));
         Value::Object(out)
     }

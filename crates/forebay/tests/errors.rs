@@ -237,7 +237,6 @@ fn places(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
 #[case(&["--min-p", "1.5"], 2, &["--min-p"])]
 #[case(&["--repeat-penalty", "0"], 2, &["--repeat-penalty"])]
 #[case(&["--context", "5000"], 3, &["5000", "4096"])]
-#[case(&["--backend", "cuda"], 3, &["--backend cuda", "CPU"])]
 fn options(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
     let mut command = forebay();
     command.arg("run").arg(model(GPT_OSS)).arg("Once").args(args);

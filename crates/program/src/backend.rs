@@ -67,12 +67,32 @@ pub enum BackendError {
         /// Layer in the model.
         layer: usize,
     },
+    /// A device stopped working.
+    #[error("{message}")]
+    Device {
+        /// What was done, and what the driver says.
+        message: String,
+    },
+}
+
+/// A backend that holds embedding and experts itself runs a pass without being asked back: what lies between the segments
+/// of a program is its own affair.
+pub trait WholePass {
+    /// Embeds the tokens `[rows]` and runs the whole body. It may still be running when this returns: [`Backend::logits`]
+    /// waits, and tells what went wrong meanwhile.
+    fn pass(&mut self, pass: &Pass<'_>, tokens: &[u32]) -> Result<(), BackendError>;
 }
 
 /// Runs programs.
 pub trait Backend: Send {
     /// Name as in `--backend`.
     fn name(&self) -> &'static str;
+
+    /// The backend as one that runs whole passes; such a one is not driven by segments, and none of [`Backend::tied_embedding`],
+    /// [`Backend::begin`], [`Backend::run`], [`Backend::routing`] and [`Backend::experts`] is called.
+    fn whole(&mut self) -> Option<&mut dyn WholePass> {
+        None
+    }
 
     /// Rows of the embedding that is resident because the head is tied to it: `out` is `[tokens.len(), d]`.
     fn tied_embedding(&self, tokens: &[u32], out: &mut [f32]);
@@ -93,7 +113,7 @@ pub trait Backend: Send {
     fn experts(&mut self, moe: MoeId, experts: &[ExpertMatrices<'_>]);
 
     /// Logits of chosen rows: `out` is `[rows.len(), vocab]`, at most [`Backend::max_logit_rows`] rows.
-    fn logits(&mut self, rows: &[u32], out: &mut [f32]);
+    fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError>;
 
     /// Most rows in one call of [`Backend::logits`].
     fn max_logit_rows(&self) -> usize;

@@ -16,7 +16,9 @@ pub mod lower;
 pub mod op;
 pub mod scratch;
 
-pub use backend::{Backend, BackendError, ExpertMatrices, Pass, Routing, SequenceTables};
+pub use backend::{
+    Backend, BackendError, ExpertMatrices, Pass, Routing, SequenceTables, WholePass,
+};
 pub use ledger::{Ledger, LedgerItem};
 pub use lower::{lower, lower_with};
 pub use op::*;

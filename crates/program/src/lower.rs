@@ -480,7 +480,7 @@ impl<'a> Lowering<'a> {
 
 impl Op {
     /// Buffers that the operation reads or writes.
-    fn buffers(&self) -> Vec<BufferId> {
+    pub fn buffers(&self) -> Vec<BufferId> {
         match self {
             Op::RopeAngles { dst, .. } => vec![*dst],
             Op::RmsNorm { src, dst, .. } | Op::Add { src, dst } | Op::Copy { src, dst } => {

@@ -293,7 +293,7 @@ impl Backend for CpuBackend {
         self.run_experts(id, experts);
     }
 
-    fn logits(&mut self, rows: &[u32], out: &mut [f32]) {
+    fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
         let program = self.program.clone();
         let Head { norm, weight, pack, softcap, .. } = program.head;
         let w = &program.weights[weight.0];
@@ -326,6 +326,7 @@ impl Backend for CpuBackend {
         if let Some(cap) = softcap {
             ops::softcap(&self.pool, self.level, cap, out);
         }
+        Ok(())
     }
 
     fn max_logit_rows(&self) -> usize {
@@ -528,7 +529,8 @@ pub fn read_vector(files: &FileSet, v: &VectorRef) -> Result<Vec<f32>, StoreErro
     Ok(all.into_iter().step_by(v.stride).take(v.len).collect())
 }
 
-fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError> {
+/// A vector of a program as it is used.
+pub fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError> {
     let add = if vector.plus_one { 1.0 } else { 0.0 };
     let finish = |x: f32| (x + add) * vector.factor;
     let plain: Vec<f32> = read_vector(files, &vector.source)?.into_iter().map(finish).collect();

@@ -127,6 +127,10 @@ pub fn with_disk(engine: &Engine, memory: Option<f64>) -> Bandwidths {
             forebay_store::bandwidth::measure(engine.files(), 0, block, depth, DISK_TIME);
         measured.ok().map(|b| b.bytes_per_second())
     });
+    let memory = match engine.plan.device {
+        Some(_) => engine.device_bandwidth(),
+        None => memory,
+    };
     Bandwidths { disk: disk.flatten(), memory }
 }
 

@@ -22,7 +22,11 @@ pub fn run(args: InspectArgs) -> anyhow::Result<ExitCode> {
         false => {
             about.print()?;
             if let Ok(p) = &about.plan {
-                say!("\n{}\n{}", p.summary(), p.ledger)?;
+                say!("\n{}", p.summary())?;
+                if let Some(device) = &p.device {
+                    say!("{}\nof the process:", device.ledger)?;
+                }
+                say!("{}", p.ledger)?;
             }
             say!("smallest workable budget: {} MiB", about.minimum().div_ceil(1 << 20))?;
         }
@@ -63,6 +67,14 @@ impl<'a> About<'a> {
         }
     }
 
+    /// What lies on a GPU.
+    fn device(&self) -> Option<Value> {
+        let device = self.plan.as_ref().ok()?.device.as_ref()?;
+        let lines = device.ledger.items.iter();
+        let lines: Vec<_> = lines.map(|i| json!({ "what": i.what, "bytes": i.bytes })).collect();
+        Some(json!({ "name": device.name, "free_bytes": device.free_bytes, "ledger": lines }))
+    }
+
     fn experts(&self) -> Option<Value> {
         let store = &self.opened.store;
         let mut layers = self.opened.spec.layers.iter();
@@ -94,6 +106,7 @@ impl<'a> About<'a> {
             "eos_ids": spec.eos_ids,
             "file_bytes": self.opened.catalog.files.iter().map(|f| f.len).sum::<u64>(),
             "ledger": ledger,
+            "device": self.device(),
             "minimum_bytes": self.minimum(),
             "warnings": self.warnings,
         });

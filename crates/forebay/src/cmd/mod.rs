@@ -8,6 +8,7 @@ pub mod plan;
 pub mod pull;
 pub mod run;
 pub mod same;
+pub mod selftest;
 pub mod template;
 pub mod tokenize;
 pub mod trace;

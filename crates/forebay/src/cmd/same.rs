@@ -1,5 +1,6 @@
 //! `eval same`: one prompt over residencies, slots, chunks, threads, vector widths and ways of streaming;
-//! all logits of all positions must agree in every bit.
+//! all logits of all positions must agree in every bit. With `--backend cuda`: once on the CPU, then on the GPU over
+//! chunks.
 
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
@@ -7,7 +8,9 @@ use std::sync::atomic::AtomicBool;
 use forebay_cpu::Level;
 use forebay_engine::engine::Opened;
 use forebay_engine::sampler::argmax;
-use forebay_engine::{Batch, Control, Engine, EngineOptions, Prefetch, ResidencyChoice};
+use forebay_engine::{
+    BackendChoice, Batch, Control, Engine, EngineOptions, Prefetch, ResidencyChoice,
+};
 use forebay_store::{IoMode, Policy};
 use forebay_text::Specials;
 use serde_json::json;
@@ -24,7 +27,8 @@ struct Combination {
     slots: Option<usize>,
     chunk: usize,
     threads: usize,
-    level: Level,
+    level: Option<Level>,
+    backend: BackendChoice,
     manner: Manner,
 }
 
@@ -50,7 +54,8 @@ impl Combination {
             "slots": self.slots,
             "chunk": self.chunk,
             "threads": self.threads,
-            "simd": self.level.to_string(),
+            "simd": self.level.map(|l| l.to_string()),
+            "backend": format!("{:?}", self.backend).to_lowercase(),
         })
     }
 }
@@ -108,6 +113,9 @@ pub fn run(args: SameArgs) -> anyhow::Result<ExitCode> {
 
 /// All combinations; an option that was given is not varied.
 fn combinations(opened: &Opened, given: &Options) -> Vec<Combination> {
+    if opened.options.backend == BackendChoice::Cuda {
+        return on_gpu(opened, given);
+    }
     let layers = opened.store.layers.len();
     let all = opened.store.n_experts_total();
     let mut places = vec![(ResidencyChoice::Auto, None)];
@@ -137,12 +145,37 @@ fn combinations(opened: &Opened, given: &Options) -> Vec<Combination> {
             for &chunk in &chunks {
                 for &(residency, slots) in &places {
                     let manner = manners.next().expect("there is at least one");
-                    out.push(Combination { residency, slots, chunk, threads, level, manner });
+                    let (level, backend) = (Some(level), BackendChoice::Cpu);
+                    out.push(Combination {
+                        residency,
+                        slots,
+                        chunk,
+                        threads,
+                        level,
+                        backend,
+                        manner,
+                    });
                 }
             }
         }
     }
     out
+}
+
+/// The CPU first, then the GPU: chunks on both sides of where its kernels change.
+fn on_gpu(opened: &Opened, given: &Options) -> Vec<Combination> {
+    let c = |backend, chunk| Combination {
+        residency: ResidencyChoice::Auto,
+        slots: None,
+        chunk,
+        threads: opened.options.threads(),
+        level: None,
+        backend,
+        manner: manners(opened, given)[0],
+    };
+    let chunks = given.chunk.map_or(vec![64, 33, 5, 4, 3, 2, 1], |n| vec![n]);
+    let gpu = chunks.into_iter().map(|n| c(BackendChoice::Cuda, n));
+    std::iter::once(c(BackendChoice::Cpu, 64)).chain(gpu).collect()
 }
 
 /// All manners; an option that was given is not varied.
@@ -190,7 +223,8 @@ fn hash_of(
         o.slots_per_layer = None;
         o.chunk = Some(c.chunk);
         o.threads = Some(c.threads);
-        o.level = Some(c.level);
+        o.level = c.level;
+        o.backend = c.backend;
         o.policy = c.manner.policy;
         o.prefetch = c.manner.prefetch;
         o.io = c.manner.io;

@@ -75,7 +75,10 @@ impl Choices {
 fn record(args: TraceArgs) -> anyhow::Result<ExitCode> {
     let model = args.model.clone().expect("clap asks for it");
     let model = ModelArgs { model, yes: args.yes, options: args.options.clone() };
-    let mut loaded = model::load(&model, |_| {})?;
+    let mut loaded = model::load(&model, |o| {
+        // On a GPU nothing is read back.
+        o.backend = forebay_engine::BackendChoice::Cpu;
+    })?;
     let program = loaded.engine.program.clone();
     if program.moes.is_empty() {
         return Err(forebay_engine::EngineError::Refused {
