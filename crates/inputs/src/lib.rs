@@ -19,18 +19,21 @@ mod text;
 pub struct Target {
     /// As its fuzz target and the folder of its corpus are called.
     pub name: &'static str,
+    /// What reading may take in memory besides a multiple of the files: tables of constant size, which are those of
+    /// compiled patterns where text is cut into words.
+    pub base_bytes: u64,
     /// Reads the input, and returns the bytes of the files it stands for: memory is measured against these.
     pub run: fn(&[u8]) -> u64,
 }
 
 /// All kinds.
 pub const TARGETS: &[Target] = &[
-    Target { name: "gguf", run: model::gguf },
-    Target { name: "safetensors", run: model::safetensors },
-    Target { name: "config", run: model::config },
-    Target { name: "tokenizer_folder", run: text::tokenizer_folder },
-    Target { name: "tokenizer_gguf", run: text::tokenizer_gguf },
-    Target { name: "template", run: text::template },
+    Target { name: "gguf", base_bytes: 256 << 10, run: model::gguf },
+    Target { name: "safetensors", base_bytes: 256 << 10, run: model::safetensors },
+    Target { name: "config", base_bytes: 256 << 10, run: model::config },
+    Target { name: "tokenizer_folder", base_bytes: 6 << 20, run: text::tokenizer_folder },
+    Target { name: "tokenizer_gguf", base_bytes: 6 << 20, run: text::tokenizer_gguf },
+    Target { name: "template", base_bytes: 1 << 20, run: text::template },
 ];
 
 /// The target of that name.
