@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, bail};
 
 /// Crates from left to right: a crate may depend on those before it only.
-const ORDER: [&str; 13] = [
+const ORDER: [&str; 16] = [
     "forebay-quant",
     "forebay-files",
     "forebay-synth",
@@ -24,11 +24,14 @@ const ORDER: [&str; 13] = [
     "forebay-engine",
     "forebay-text",
     "forebay-inputs",
+    "forebay-chat",
+    "forebay-schedule",
+    "forebay-serve",
     "forebay",
 ];
 
 /// Pairs that are apart although the order would allow them: (crate, what it must not know).
-const APART: [(&str, &str); 8] = [
+const APART: [(&str, &str); 12] = [
     ("forebay", "forebay-inputs"),
     ("forebay-store", "forebay-program"),
     ("forebay-cpu", "forebay-files"),
@@ -37,6 +40,10 @@ const APART: [(&str, &str); 8] = [
     ("forebay-text", "forebay-hub"),
     ("forebay-engine", "forebay-hub"),
     ("forebay-models", "forebay-hub"),
+    ("forebay-chat", "forebay-engine"),
+    ("forebay-chat", "forebay-models"),
+    ("forebay-schedule", "forebay-text"),
+    ("forebay-schedule", "forebay-chat"),
 ];
 
 fn main() -> ExitCode {

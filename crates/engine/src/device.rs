@@ -12,7 +12,7 @@ use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{BackendChoice, EngineOptions, ResidencyChoice};
 use crate::plan::{MemoryPlan, PlanInput};
-use crate::state::{pages_per_sequence, state_slots};
+use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
 
 /// Rows of a prefill chunk that are tried, largest first.
 const CHUNKS: [usize; 8] = [2048, 1024, 512, 256, 128, 64, 16, 1];
@@ -151,10 +151,15 @@ fn shape(opened: &Opened, chunk: usize, context: usize) -> CudaShape {
     CudaShape {
         max_rows: chunk,
         kv_type: o.kv(),
-        kv_pages: pages.map(|w| pages_per_sequence(*w, context, chunk) * o.sequences).collect(),
+        kv_pages: pages
+            .map(|w| {
+                pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.sequences
+                    + pages_per_snapshot(*w, context) * o.snapshots
+            })
+            .collect(),
         states: match program.recurrent.is_empty() {
             true => 0,
-            false => state_slots(o.sequences),
+            false => state_slots(o.sequences, o.snapshots),
         },
         sequences: o.sequences,
         context,

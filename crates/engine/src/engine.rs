@@ -21,6 +21,7 @@ use crate::error::EngineError;
 use crate::options::{EngineOptions, MemoryLimit, ResidencyChoice};
 use crate::pilot::{Pilot, PilotCounts, Prefetch};
 use crate::plan::{MemoryPlan, PlanInput};
+use crate::prefix::PrefixCache;
 use crate::rows::RowReader;
 use crate::state::{PagePool, Sequence};
 use crate::stats::Stats;
@@ -130,6 +131,7 @@ pub struct Engine {
     pub(crate) backend: Box<dyn Backend>,
     pub(crate) store: Option<Box<dyn ExpertStore>>,
     pub(crate) pages: PagePool,
+    pub(crate) prefixes: PrefixCache,
     pub(crate) hidden: Vec<f32>,
     pub(crate) logits: Vec<f32>,
     pub(crate) pilot: Pilot,
@@ -142,6 +144,14 @@ pub struct Engine {
     gpu: Option<Gpu>,
     /// Why a GPU that is there was not taken.
     reason: Option<String>,
+    pub(crate) numbers: Numbers,
+}
+
+/// What decides the bits of keys, values and states, besides the model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Numbers {
+    pub precision: forebay_program::Precision,
+    pub kv: forebay_cpu::attention::KvType,
 }
 
 /// What changing the budget needs to know.
@@ -208,7 +218,12 @@ impl Engine {
             false => Embedding::File(RowReader::new(spec.embedding.clone())),
         };
         let (program_moes, budget) = (program.moes.len(), plan.budget);
-        let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages, plan.shape.states);
+        let pages = PagePool::new(
+            &program.kv_windows,
+            &plan.shape.kv_pages,
+            plan.shape.states,
+            options.snapshots > 0,
+        );
         Ok(Engine {
             spec,
             program,
@@ -217,6 +232,7 @@ impl Engine {
             backend: Box::new(backend),
             store,
             pages,
+            prefixes: PrefixCache::default(),
             hidden: Vec::new(),
             logits: Vec::new(),
             pilot: Pilot::new(options.prefetch, program_moes),
@@ -233,6 +249,7 @@ impl Engine {
             level,
             gpu: None,
             reason,
+            numbers: Numbers { precision: options.precision(), kv: options.kv() },
         })
     }
 
@@ -258,7 +275,12 @@ impl Engine {
         let Opened { mut spec, program, options, .. } = opened;
         drop_experts(&mut spec);
         let store_options = StoreOptions { policy: options.policy, ..StoreOptions::default() };
-        let pages = PagePool::new(&program.kv_windows, &plan.shape.kv_pages, plan.shape.states);
+        let pages = PagePool::new(
+            &program.kv_windows,
+            &plan.shape.kv_pages,
+            plan.shape.states,
+            options.snapshots > 0,
+        );
         Ok(Engine {
             spec,
             program,
@@ -267,6 +289,7 @@ impl Engine {
             backend: Box::new(backend),
             store: None,
             pages,
+            prefixes: PrefixCache::default(),
             hidden: Vec::new(),
             logits: Vec::new(),
             pilot: Pilot::new(Prefetch::Off, 0),
@@ -283,6 +306,7 @@ impl Engine {
             level: options.level.unwrap_or_else(Level::best),
             gpu: Some(gpu),
             reason: None,
+            numbers: Numbers { precision: options.precision(), kv: options.kv() },
         })
     }
 

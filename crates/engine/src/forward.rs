@@ -67,7 +67,7 @@ impl Engine {
     ) -> Result<(), EngineError> {
         let added = self.check(batch, sequences)?;
         for (s, rows) in sequences.iter_mut().zip(&added) {
-            if !s.reserve(&mut self.pages, *rows) {
+            if !self.reserve(s, *rows) {
                 return Err(EngineError::ContextExceeded {
                     prompt: s.len() + rows,
                     context: self.plan.context,

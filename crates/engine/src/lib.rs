@@ -1,10 +1,10 @@
 //! Runs a model: memory plan, sequences, batches, sampling, generation.
 //!
-//! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`device`]
-//! (whether it goes to a GPU), [`state`] (sequences
-//! and their KV pages), [`forward`] (one batch through the program: the driver), [`sampler`],
-//! [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while running),
-//! [`tap`] (seeing choices), [`predict`] (what a budget would give).
+//! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`device`] (whether it
+//! goes to a GPU), [`state`] (sequences and their KV pages), [`prefix`] (beginnings that requests share)
+//! and [`session`] (the same on disk), [`forward`] (one batch through the program: the driver),
+//! [`sampler`], [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while
+//! running), [`tap`] (seeing choices), [`predict`] (what a budget would give).
 //!
 //! What is not here: kernels (`forebay-cpu`), reads and the expert cache (`forebay-store`), text
 //! (`forebay-text`).
@@ -21,8 +21,10 @@ pub mod options;
 pub mod pilot;
 pub mod plan;
 pub mod predict;
+pub mod prefix;
 mod rows;
 pub mod sampler;
+pub mod session;
 pub mod state;
 pub mod stats;
 pub mod tap;
@@ -35,5 +37,6 @@ pub use options::{BackendChoice, EngineOptions, MemoryLimit, ResidencyChoice};
 pub use pilot::{PilotCounts, Prefetch};
 pub use plan::MemoryPlan;
 pub use sampler::{Sampler, SamplerParams};
+pub use session::SessionError;
 pub use state::Sequence;
 pub use stats::{Phases, Stats};

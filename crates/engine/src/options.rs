@@ -67,6 +67,8 @@ pub struct EngineOptions {
     pub context: Option<usize>,
     /// Sequences at once.
     pub sequences: usize,
+    /// Beginnings kept for later requests that the memory plan has room for in any case.
+    pub snapshots: usize,
     /// How files are read.
     pub io: IoMode,
     /// Who makes large reads.
@@ -102,6 +104,7 @@ impl Default for EngineOptions {
             kv: None,
             context: None,
             sequences: 1,
+            snapshots: 0,
             io: IoMode::Auto,
             io_engine: IoEngine::Auto,
             io_depth: QueueDepth::Measured,

@@ -12,7 +12,7 @@ use forebay_store::{Residency, StoreSpec};
 use crate::device::DevicePlan;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
-use crate::state::{pages_per_sequence, state_slots};
+use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
 
 const MIB: u64 = 1 << 20;
 
@@ -236,10 +236,15 @@ impl PlanInput<'_> {
         let shape = CpuShape {
             max_rows: chunk,
             kv_type: o.kv(),
-            kv_pages: pages.map(|w| pages_per_sequence(*w, context, chunk) * o.sequences).collect(),
+            kv_pages: pages
+                .map(|w| {
+                    pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.sequences
+                        + pages_per_snapshot(*w, context) * o.snapshots
+                })
+                .collect(),
             states: match self.program.recurrent.is_empty() {
                 true => 0,
-                false => state_slots(o.sequences),
+                false => state_slots(o.sequences, o.snapshots),
             },
         };
         let CpuBytes { trunk, vectors, kv, state, scratch } =

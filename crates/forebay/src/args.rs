@@ -33,13 +33,27 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Answer one prompt, streaming.
+    /// Answer one prompt, streaming; without a prompt, chat in the terminal.
     #[command(
         after_help = "Examples:\n  forebay run models/tiny-gpt-oss \"Tell me a story.\" --stats\n  \
+        forebay run model.gguf\n  \
         echo \"Summarise this.\" | forebay run model.gguf -\n  \
         forebay run model.gguf --raw \"Once upon a time\" --tokens 64 --temp 0.8 --seed 7"
     )]
     Run(RunArgs),
+    /// Serve the APIs of OpenAI, Anthropic and Ollama over HTTP.
+    #[command(after_help = "Examples:\n  forebay serve model.gguf --memory 4GiB\n  \
+        forebay serve model.gguf --listen 0.0.0.0:8080 --api-keys keys.txt --parallel 8\n  \
+        curl http://127.0.0.1:8080/v1/chat/completions -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
+    Serve(ServeArgs),
+    /// Work through lines of requests, many at once.
+    #[command(
+        after_help = "Example:\n  forebay batch model.gguf requests.jsonl answers.jsonl --memory 4GiB \
+        --parallel 64 --context 1024\n\n\
+        A line is as OpenAI's batches have it: {custom_id, url, body}. After an interruption, the same command \
+        goes on where it ended."
+    )]
+    Batch(BatchArgs),
     /// Say what a model file is, and what a budget buys.
     #[command(after_help = "Examples:\n  forebay inspect model.gguf --memory 4GiB\n  \
         forebay inspect folder/ --json")]
@@ -84,6 +98,12 @@ pub enum Command {
     #[command(after_help = "Examples:\n  forebay tokenize model.gguf \"Hello\"\n  \
         forebay tokenize model.gguf --decode 1,2,3")]
     Tokenize(TokenizeArgs),
+    /// Take apart what a model wrote: reasoning, content, tool calls.
+    #[command(
+        after_help = "Example:\n  forebay parse harmony --request outputs.jsonl --pieces 1\n\n\
+        A line is {raw, end, tools, prompt_tail}; all but raw may be absent."
+    )]
+    Parse(ParseArgs),
 }
 
 #[derive(Debug, Args)]
@@ -123,6 +143,9 @@ impl Cli {
             Command::Template(a) => a.json,
             Command::Tokenize(a) => a.json,
             Command::Selftest(a) => a.json,
+            Command::Parse(_) => true,
+            Command::Serve(_) => false,
+            Command::Batch(a) => a.json,
             Command::Eval(e) => match &e.command {
                 EvalCommand::Golden(a) => a.json,
                 EvalCommand::Perplexity(a) => a.json,
@@ -492,7 +515,7 @@ impl SamplingArgs {
 pub struct RunArgs {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// What to answer; `-` reads standard input.
+    /// What to answer; `-` reads standard input. None, in a terminal: a chat.
     pub prompt: Option<String>,
     /// Take the prompt as it is, without the chat template.
     #[arg(long, env = "FOREBAY_RAW", value_parser = BoolishValueParser::new())]
@@ -721,6 +744,75 @@ pub struct TokenizeArgs {
     #[arg(long)]
     pub decode: bool,
     /// One JSON document on stdout.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Address and port; port 0 takes a free one.
+    #[arg(long, env = "FOREBAY_LISTEN", default_value = "127.0.0.1:8080", value_name = "ADDRESS")]
+    pub listen: std::net::SocketAddr,
+    /// Name of the model; that of its file unless told.
+    #[arg(long, env = "FOREBAY_NAME")]
+    pub name: Option<String>,
+    /// Answers that are computed at once. Each has room for a whole context in the memory plan.
+    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N", default_value_t = 4)]
+    pub parallel: usize,
+    /// Requests that may wait; more are told to come again.
+    #[arg(long, env = "FOREBAY_QUEUE", value_name = "N", default_value_t = 64)]
+    pub queue: usize,
+    /// A file with API keys, one a line; everybody may ask unless told.
+    #[arg(long, env = "FOREBAY_API_KEYS", value_name = "FILE")]
+    pub api_keys: Option<PathBuf>,
+    /// An origin whose pages may ask, or *; may be given several times.
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors: Vec<String>,
+    /// Largest body of a request, in bytes.
+    #[arg(long, env = "FOREBAY_MAX_BODY", value_name = "BYTES", default_value_t = 8 << 20)]
+    pub max_body: usize,
+    /// Seconds that running answers may go on after Ctrl-C.
+    #[arg(long, env = "FOREBAY_GRACE", value_name = "SECONDS", default_value_t = 30)]
+    pub grace: u64,
+    /// A folder where what was computed of prompts is kept over a restart.
+    #[arg(long, env = "FOREBAY_SESSIONS", value_name = "DIR")]
+    pub sessions: Option<PathBuf>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct BatchArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Lines of requests.
+    pub input: PathBuf,
+    /// Where the answers go, in the order of the requests.
+    pub output: PathBuf,
+    /// Answers that are computed at once. Each has room for a whole context in the memory plan: with short
+    /// requests, a short --context makes room for many.
+    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N", default_value_t = 16)]
+    pub parallel: usize,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// One JSON document on stdout when all is done.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ParseArgs {
+    /// harmony, qwen3_json, qwen_xml, gemma4, mistral, llama3 or plain.
+    pub format: forebay_chat::Format,
+    /// Lines of JSON: {raw, end, tools, prompt_tail}.
+    #[arg(long, value_name = "FILE")]
+    pub request: PathBuf,
+    /// Feed the parser so many characters at a time; 0 is all at once.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub pieces: usize,
+    /// Accepted for likeness with other commands: the output is always JSON lines.
     #[arg(long)]
     pub json: bool,
 }

@@ -41,6 +41,9 @@ fn main() -> ExitCode {
         Command::Template(a) => cmd::template::run(a),
         Command::Selftest(a) => cmd::selftest::run(a),
         Command::Tokenize(a) => cmd::tokenize::run(a),
+        Command::Parse(a) => cmd::parse::run(a),
+        Command::Serve(a) => cmd::serve::run(a),
+        Command::Batch(a) => cmd::batch::run(a),
     };
     match result {
         Ok(code) => code,

@@ -33,7 +33,7 @@ pub fn say_line(line: std::fmt::Arguments<'_>) -> std::io::Result<()> {
     stdout.flush()
 }
 
-/// Set by Ctrl-C; a second Ctrl-C ends the process at once. Always the same one.
+/// Set by Ctrl-C, or when the system asks to end; a second time ends the process at once. Always the same one.
 pub fn interruption() -> Arc<AtomicBool> {
     static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     let install = || {

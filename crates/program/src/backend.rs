@@ -120,4 +120,28 @@ pub trait Backend: Send {
 
     /// Weight and KV bytes that the operations have read from memory since the last call.
     fn take_bytes_moved(&mut self) -> u64;
+
+    /// Appends the bytes of a KV page of all layers of a class. False: this backend saves nothing.
+    fn save_page(&self, class: usize, page: u32, out: &mut Vec<u8>) -> bool {
+        let _ = (class, page, out);
+        false
+    }
+
+    /// Fills a page from what [`Backend::save_page`] gave. False: the bytes are not of this shape.
+    fn load_page(&mut self, class: usize, page: u32, bytes: &[u8]) -> bool {
+        let _ = (class, page, bytes);
+        false
+    }
+
+    /// Appends the bytes of a slot of recurrent state of all layers.
+    fn save_state(&self, slot: u32, out: &mut Vec<u8>) -> bool {
+        let _ = (slot, out);
+        false
+    }
+
+    /// Fills a slot from what [`Backend::save_state`] gave.
+    fn load_state(&mut self, slot: u32, bytes: &[u8]) -> bool {
+        let _ = (slot, bytes);
+        false
+    }
 }

@@ -57,6 +57,11 @@ impl StopMatcher {
         Stopped { text: std::mem::replace(&mut self.held, tail), stop: None }
     }
 
+    /// What is held back belongs to the answer, and no stop string reaches across this place.
+    pub fn flush(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+
     /// The stream ended by itself: whatever was held back belongs to the answer.
     pub fn finish(&mut self) -> String {
         self.done = true;

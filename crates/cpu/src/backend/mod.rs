@@ -6,6 +6,7 @@
 
 mod experts;
 mod recurrent;
+mod saved;
 
 use std::ops::Range;
 
@@ -331,6 +332,24 @@ impl Backend for CpuBackend {
 
     fn max_logit_rows(&self) -> usize {
         self.max_rows.min(LOGIT_ROWS)
+    }
+
+    fn save_page(&self, class: usize, page: u32, out: &mut Vec<u8>) -> bool {
+        self.page_to(class, page, out);
+        true
+    }
+
+    fn load_page(&mut self, class: usize, page: u32, bytes: &[u8]) -> bool {
+        self.page_from(class, page, bytes)
+    }
+
+    fn save_state(&self, slot: u32, out: &mut Vec<u8>) -> bool {
+        self.state_to(slot, out);
+        true
+    }
+
+    fn load_state(&mut self, slot: u32, bytes: &[u8]) -> bool {
+        self.state_from(slot, bytes)
     }
 
     fn take_bytes_moved(&mut self) -> u64 {

@@ -52,6 +52,18 @@ impl States {
         self.parts(slots, start..start + self.shape.recurrent_state())
     }
 
+    /// One slot, `[conv | recurrent]`.
+    pub(super) fn slot(&self, slot: u32) -> &[f32] {
+        let len = self.shape.conv_state() + self.shape.recurrent_state();
+        &self.floats[slot as usize * len..][..len]
+    }
+
+    /// The same, to be filled.
+    pub(super) fn slot_mut(&mut self, slot: u32) -> &mut [f32] {
+        let len = self.shape.conv_state() + self.shape.recurrent_state();
+        &mut self.floats[slot as usize * len..][..len]
+    }
+
     fn parts(&mut self, slots: [u32; 2], part: Range<usize>) -> [&mut [f32]; 2] {
         let slot = self.shape.conv_state() + self.shape.recurrent_state();
         let range = |s: u32| s as usize * slot + part.start..s as usize * slot + part.end;

@@ -1,4 +1,4 @@
-//! `run`: answer one prompt, streaming.
+//! `run`: answer one prompt, streaming. Without a prompt: [`crate::cmd::chat`].
 
 use std::io::{IsTerminal, Read, Write};
 use std::process::ExitCode;
@@ -23,6 +23,10 @@ const LONG_TEXT_BYTES: usize = 32 << 10;
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     args.sampling.params(None)?;
+    let nothing_given = args.prompt.is_none() && args.prompt_ids.is_none();
+    if nothing_given && !args.json && !args.raw && std::io::stdin().is_terminal() {
+        return crate::cmd::chat::run(args);
+    }
     let text = prompt_text(&args)?;
     let wants_report = args.stats || args.json;
     let bandwidth = wants_report.then(|| bench::memory_bandwidth(&args.model.options));

@@ -58,6 +58,11 @@ impl ChatRequest {
         }
     }
 
+    /// Whether templates could see it: what is wrong with its messages or tools, before it is changed.
+    pub fn check(&self) -> Result<()> {
+        self.normalized(false).map(|_| ())
+    }
+
     /// The form that templates see. `keep_parts` leaves lists of text parts as they are.
     pub(crate) fn normalized(&self, keep_parts: bool) -> Result<Self> {
         let mut request = self.clone();

@@ -1,0 +1,274 @@
+//! `batch`: works through lines of requests, many at once, so that each expert read from disk serves all of them.
+//!
+//! Answers come in the order of the requests. Each is written to a journal beside the output as soon as it is
+//! there, and to the output when those before it are; after a kill, what is in either is not computed again.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde_json::{Value, json};
+
+use crate::args::BatchArgs;
+use crate::cmd::serve;
+use crate::failure::usage;
+use crate::term::{Bar, interruption, note, say};
+
+/// One line of the input.
+struct Line {
+    id: String,
+    url: String,
+    body: Value,
+}
+
+pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
+    args.sampling.params(None)?;
+    if args.parallel == 0 {
+        return Err(usage("--parallel must be at least 1"));
+    }
+    let lines = read(&args.input)?;
+    let mut output = Output::open(&args.output, &lines)?;
+    let todo: Vec<usize> = (0..lines.len()).filter(|i| !output.has(*i)).collect();
+    let before = lines.len() - todo.len();
+    if before > 0 {
+        note!("{before} of {} lines are done already", lines.len());
+    }
+    if todo.is_empty() {
+        output.finish()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let parallel = args.parallel.min(todo.len());
+    let (service, _peak) = serve::service(&args.model, &args.sampling, parallel, parallel, None)?;
+    let cancel = interruption();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .context("starting a thread")?;
+    let began = Instant::now();
+    let bar = Bar::steps("answering");
+    let (send, mut receive) = tokio::sync::mpsc::unbounded_channel();
+    let done = runtime.block_on(async {
+        let mut next = todo.iter().copied();
+        let mut open = 0;
+        let mut done = 0;
+        let mut failed = 0;
+        loop {
+            // As many as are computed at once, and as many that wait for a place.
+            while open < 2 * parallel && !cancel.load(Ordering::Relaxed) {
+                let Some(index) = next.next() else { break };
+                let (service, send) = (service.clone(), send.clone());
+                let (url, body) = (lines[index].url.clone(), lines[index].body.clone());
+                tokio::spawn(async move {
+                    let answer = service.answer(&url, &body).await;
+                    // The receiver lives until all are done.
+                    let _ = send.send((index, answer));
+                });
+                open += 1;
+            }
+            if open == 0 {
+                break;
+            }
+            let received = tokio::time::timeout(Duration::from_millis(100), receive.recv()).await;
+            if cancel.load(Ordering::Relaxed) {
+                service.scheduler().abort();
+                break;
+            }
+            let Ok(Some((index, answer))) = received else { continue };
+            open -= 1;
+            failed += usize::from(answer.is_err());
+            output.put(index, &line(index, &lines[index], answer))?;
+            done += 1;
+            bar.set((before + done) as u64, lines.len() as u64);
+        }
+        anyhow::Ok((done, failed))
+    });
+    bar.clear();
+    let (done, failed) = done?;
+    let seconds = began.elapsed().as_secs_f64();
+    let load = service.scheduler().load();
+    let per_second = load.generated_tokens as f64 / seconds;
+    let summary = json!({
+        "lines": lines.len(),
+        "answered": done,
+        "failed": failed,
+        "generated_tokens": load.generated_tokens,
+        "prompt_tokens": load.prompt_tokens,
+        "cached_tokens": load.cached_tokens,
+        "steps": load.steps,
+        "seconds": seconds,
+        "generated_tokens_per_s": per_second,
+        "disk_bytes": load.stats.store.bytes_read,
+    });
+    match args.json {
+        true => say!("{summary}")?,
+        false => note!(
+            "{done} answers ({failed} of them refusals), {} tokens, {per_second:.1} tokens/s, {} steps",
+            load.generated_tokens,
+            load.steps
+        ),
+    }
+    if cancel.load(Ordering::Relaxed) {
+        note!("interrupted: the same command goes on where this one ended");
+        return Ok(ExitCode::from(130));
+    }
+    output.finish()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A line of the output.
+fn line(index: usize, line: &Line, answer: Result<Value, forebay_serve::ApiError>) -> Value {
+    let (status, body) = match answer {
+        Ok(body) => (200, body),
+        Err(error) => (error.status(), error.openai_body()),
+    };
+    json!({
+        "id": format!("batch_req_{index}"),
+        "custom_id": line.id,
+        "response": { "status_code": status, "request_id": format!("req_{index}"), "body": body },
+        "error": null,
+    })
+}
+
+fn read(path: &Path) -> anyhow::Result<Vec<Line>> {
+    let shown = path.display();
+    let file = File::open(path).map_err(|e| usage(format!("{shown}: {e}")))?;
+    let mut lines = Vec::new();
+    for (at, text) in BufReader::new(file).lines().enumerate() {
+        let bad = |what: String| usage(format!("{shown}: line {}: {what}", at + 1));
+        let text = text.map_err(|e| bad(e.to_string()))?;
+        if text.trim().is_empty() {
+            continue;
+        }
+        let value: Value = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
+        let id = value["custom_id"].as_str().ok_or_else(|| bad("has no `custom_id`".into()))?;
+        if value["method"].as_str().is_some_and(|method| method != "POST") {
+            return Err(bad("`method` must be POST".into()));
+        }
+        let url = value["url"].as_str().unwrap_or("/v1/chat/completions");
+        if !["/v1/chat/completions", "/v1/completions"].contains(&url) {
+            return Err(bad(format!("`url` {url:?} is not one of batches")));
+        }
+        if !value["body"].is_object() {
+            return Err(bad("`body` must be an object".into()));
+        }
+        lines.push(Line { id: id.to_owned(), url: url.to_owned(), body: value["body"].clone() });
+    }
+    match lines.is_empty() {
+        true => Err(usage(format!("{shown} holds no request"))),
+        false => Ok(lines),
+    }
+}
+
+/// The output and its journal.
+struct Output {
+    file: File,
+    journal: File,
+    journal_path: PathBuf,
+    /// Lines in the output.
+    written: usize,
+    /// Lines that wait for those before them.
+    early: BTreeMap<usize, String>,
+}
+
+impl Output {
+    /// Opens both, and takes what an earlier run has done. A last line that was cut off goes.
+    fn open(path: &Path, lines: &[Line]) -> anyhow::Result<Output> {
+        let mut journal_path = path.as_os_str().to_owned();
+        journal_path.push(".journal");
+        let journal_path = PathBuf::from(journal_path);
+        let (file, done) = whole_lines(path)?;
+        let (journal, entries) = whole_lines(&journal_path)?;
+        let shown = path.display();
+        if done.len() > lines.len() {
+            let text =
+                format!("{shown} has {} lines already, more than there are requests", done.len());
+            return Err(usage(text + "; name another file"));
+        }
+        for (at, (value, line)) in done.iter().zip(lines).enumerate() {
+            if value["custom_id"].as_str() != Some(&line.id) {
+                let what = "is not the answer to that request; name another file";
+                return Err(usage(format!("{shown}: line {} {what}", at + 1)));
+            }
+        }
+        let mut output =
+            Output { file, journal, journal_path, written: done.len(), early: BTreeMap::new() };
+        for entry in entries {
+            let index = entry["index"].as_u64().unwrap_or(u64::MAX) as usize;
+            let is_own = |line: &Line| entry["line"]["custom_id"].as_str() == Some(&line.id);
+            if index >= output.written && lines.get(index).is_some_and(is_own) {
+                output.early.insert(index, entry["line"].to_string());
+            }
+        }
+        output.write_ready()?;
+        Ok(output)
+    }
+
+    fn has(&self, index: usize) -> bool {
+        index < self.written || self.early.contains_key(&index)
+    }
+
+    fn put(&mut self, index: usize, line: &Value) -> anyhow::Result<()> {
+        if index == self.written {
+            self.early.insert(index, line.to_string());
+            return self.write_ready();
+        }
+        let entry = json!({ "index": index, "line": line });
+        // One write, so that a kill leaves at most one line cut off.
+        let shown = || self.journal_path.display().to_string();
+        self.journal.write_all(format!("{entry}\n").as_bytes()).with_context(shown)?;
+        self.early.insert(index, line.to_string());
+        Ok(())
+    }
+
+    fn write_ready(&mut self) -> anyhow::Result<()> {
+        while let Some(line) = self.early.remove(&self.written) {
+            self.file.write_all(format!("{line}\n").as_bytes()).context("writing the output")?;
+            self.written += 1;
+        }
+        Ok(())
+    }
+
+    /// All is done: the journal goes.
+    fn finish(self) -> anyhow::Result<()> {
+        self.file.sync_all().context("writing the output")?;
+        drop(self.journal);
+        std::fs::remove_file(&self.journal_path)
+            .with_context(|| self.journal_path.display().to_string())
+    }
+}
+
+/// A file opened for more lines, and the whole lines that it holds.
+fn whole_lines(path: &Path) -> anyhow::Result<(File, Vec<Value>)> {
+    let shown = path.display();
+    let mut options = OpenOptions::new();
+    let file = options.read(true).write(true).create(true).truncate(false).open(path);
+    let mut file = file.map_err(|e| usage(format!("{shown}: {e}")))?;
+    let mut lines = Vec::new();
+    let mut end = 0;
+    let mut reader = BufReader::new(&mut file);
+    let mut text = Vec::new();
+    loop {
+        text.clear();
+        let n = reader.read_until(b'\n', &mut text).with_context(|| shown.to_string())?;
+        if n == 0 || text.last() != Some(&b'\n') {
+            break;
+        }
+        let Ok(value) = serde_json::from_slice(&text) else {
+            return Err(usage(format!(
+                "{shown}: line {} is no JSON; name another file",
+                lines.len() + 1
+            )));
+        };
+        lines.push(value);
+        end += n as u64;
+    }
+    file.set_len(end).with_context(|| shown.to_string())?;
+    file.seek(SeekFrom::End(0)).with_context(|| shown.to_string())?;
+    Ok((file, lines))
+}

@@ -1,0 +1,152 @@
+//! `serve`: the HTTP server.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::Context;
+use forebay_schedule::{Scheduler, SchedulerOptions};
+use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service};
+
+use crate::args::{SamplingArgs, ServeArgs};
+use crate::failure::usage;
+use crate::model::{self, Loaded};
+use crate::term::{interruption, note, say};
+
+/// Most session files that are written.
+const MAX_SESSIONS: usize = 32;
+
+pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
+    args.sampling.params(None)?;
+    let keys = match &args.api_keys {
+        None => Vec::new(),
+        Some(path) => {
+            let shown = path.display();
+            let text = std::fs::read_to_string(path).map_err(|e| usage(format!("{shown}: {e}")))?;
+            let lines = text.lines().map(str::trim);
+            let keys: Vec<String> = lines
+                .filter(|line| !line.is_empty() && !line.starts_with('#'))
+                .map(str::to_owned)
+                .collect();
+            if keys.is_empty() {
+                return Err(usage(format!("{shown} holds no key: write one a line")));
+            }
+            keys
+        }
+    };
+    if args.parallel == 0 {
+        return Err(usage("--parallel must be at least 1"));
+    }
+    let (service, loaded) =
+        service(&args.model, &args.sampling, args.parallel, args.queue, args.name)?;
+    if let Some(dir) = args.sessions.clone() {
+        let found = service.scheduler().with_engine(move |engine| engine.load_sessions(&dir));
+        let (loaded, faults) = found.map_err(|_| anyhow::anyhow!("the engine is gone"))??;
+        note!("note: {loaded} sessions are back");
+        faults.iter().for_each(|fault| note!("note: {fault}"));
+        let dir = args.sessions.clone().expect("it was just there");
+        service.scheduler().at_end(move |engine| match engine.save_sessions(&dir, MAX_SESSIONS) {
+            Ok(saved) => note!("note: {saved} sessions are saved"),
+            Err(fault) => note!("note: sessions are not saved: {fault}"),
+        });
+    }
+    let options = HttpOptions {
+        listen: args.listen,
+        keys,
+        cors: args.cors,
+        max_body_bytes: args.max_body,
+        grace: Duration::from_secs(args.grace),
+        ..HttpOptions::default()
+    };
+    if !options.listen.ip().is_loopback() && options.keys.is_empty() {
+        note!(
+            "note: listening beyond this machine without --api-keys: everybody who reaches it may ask"
+        );
+    }
+    let cancel = interruption();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("starting the threads of the server")?;
+    let listen = options.listen;
+    let served = service.clone();
+    let result = runtime.block_on(async move {
+        let ended = async move {
+            while !cancel.load(Ordering::Relaxed) {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            note!("ending: running answers are finished; Ctrl-C again ends at once");
+        };
+        let listening = |address: std::net::SocketAddr| {
+            // Programs wait for this line.
+            let _ = say!("listening on http://{address}");
+        };
+        forebay_serve::serve(served, options, listening, ended).await
+    });
+    result.map_err(|e| anyhow::Error::new(e).context(format!("listening on {listen}")))?;
+    service.scheduler().join();
+    drop(loaded);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A model that answers many at once. The second value lives as long as peak memory is to be measured.
+pub fn service(
+    model: &crate::args::ModelArgs,
+    sampling: &SamplingArgs,
+    parallel: usize,
+    queue: usize,
+    name: Option<String>,
+) -> anyhow::Result<(Arc<Service>, impl Sized + use<>)> {
+    let loaded = model::load(model, |options| {
+        options.sequences = parallel;
+        options.snapshots = parallel.min(4) * 2;
+    })?;
+    let Loaded { engine, tokenizer, template, recommended, peak, .. } = loaded;
+    let mut ends = engine.spec.eos_ids.clone();
+    ends.extend(tokenizer.eos_ids());
+    ends.sort_unstable();
+    ends.dedup();
+    let files = engine.files();
+    let bytes = (0..files.len() as u32).map(|file| files.entry(file).len).sum();
+    let path = model.model.clone();
+    let name = name.unwrap_or_else(|| {
+        let stem = if path.is_dir() { path.file_name() } else { path.file_stem() };
+        stem.map_or_else(|| path.display().to_string(), |stem| stem.to_string_lossy().into_owned())
+    });
+    let modified = std::fs::metadata(&path).and_then(|m| m.modified()).ok();
+    let modified = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+    let info = ModelInfo {
+        name,
+        family: engine.spec.family.to_string(),
+        bytes,
+        created: modified.map_or(0, |d| d.as_secs()),
+        context: engine.plan.context,
+        vocab: engine.spec.vocab_size,
+        ledger: engine.plan.ledger.items.iter().map(|item| (item.what, item.bytes)).collect(),
+    };
+    let defaults = defaults(sampling, recommended.as_ref());
+    note!("{}", engine.plan.summary());
+    let options = SchedulerOptions { sequences: parallel, queue };
+    let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;
+    let service = Service::new(info, scheduler, tokenizer, template, ends, defaults);
+    Ok((Arc::new(service), peak))
+}
+
+/// Sampling where a request says nothing: as told, else what the model recommends, else the API's defaults.
+fn defaults(told: &SamplingArgs, recommended: Option<&serde_json::Value>) -> Defaults {
+    let recommended = recommended.filter(|r| r["do_sample"].as_bool() == Some(true));
+    let model = |key: &str| recommended.and_then(|r| r[key].as_f64());
+    let d = Defaults::default();
+    let float = |told: Option<f32>, key: &str, default: f32| {
+        told.unwrap_or_else(|| model(key).map_or(default, |v| v as f32))
+    };
+    Defaults {
+        temperature: float(told.temp, "temperature", d.temperature),
+        top_p: float(told.top_p, "top_p", d.top_p),
+        top_k: told.top_k.unwrap_or_else(|| model("top_k").map_or(d.top_k, |k| k as usize)),
+        min_p: float(told.min_p, "min_p", d.min_p),
+        repeat_penalty: float(told.repeat_penalty, "repetition_penalty", d.repeat_penalty),
+    }
+}

@@ -1,0 +1,263 @@
+//! What an answer must look like: JSON, JSON of a schema, a call of a tool.
+//!
+//! Grammars are `llguidance`'s. A constraint covers the whole answer, reasoning included, because tokens are
+//! chosen one by one from the first on: so what a format writes around JSON is part of the grammar.
+
+use std::sync::{Arc, OnceLock};
+
+use forebay_chat::{Format, Tool};
+use forebay_schedule::Constraint;
+use forebay_text::Tokenizer;
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Value, json};
+
+use crate::error::ApiError;
+
+/// What an answer must be.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Shape {
+    /// A JSON object.
+    JsonObject,
+    /// JSON of a schema.
+    Schema(Value),
+    /// One call or more (`many`) of one of these tools.
+    Call {
+        /// The tools.
+        tools: Vec<Tool>,
+        /// Whether several calls may follow one another.
+        many: bool,
+    },
+}
+
+/// Makes constraints for one tokenizer. The trie of its tokens is built when it is first needed.
+pub(crate) struct Grammars {
+    tokenizer: Tokenizer,
+    ends: Arc<[u32]>,
+    vocab: usize,
+    factory: OnceLock<Result<ParserFactory, String>>,
+}
+
+impl Grammars {
+    pub fn new(tokenizer: Tokenizer, ends: Arc<[u32]>, vocab: usize) -> Grammars {
+        Grammars { tokenizer, ends, vocab, factory: OnceLock::new() }
+    }
+
+    fn factory(&self) -> Result<&ParserFactory, ApiError> {
+        let build = || -> Result<ParserFactory, String> {
+            let words = (0..self.vocab as u32).map(|id| self.word(id)).collect::<Vec<_>>();
+            let first = self.ends.first().copied().unwrap_or(0);
+            let info = TokRxInfo::new(self.vocab as u32, first);
+            let trie = TokTrie::from(&info, &words).with_eos_tokens(&self.ends);
+            let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let mut factory = ParserFactory::new_simple(&env).map_err(|e| e.to_string())?;
+            factory.quiet();
+            Ok(factory)
+        };
+        self.factory.get_or_init(build).as_ref().map_err(|e| {
+            ApiError::new(crate::error::Kind::Internal, format!("grammars do not work here: {e}"))
+        })
+    }
+
+    /// Bytes of a token; control tokens are marked as such.
+    fn word(&self, id: u32) -> Vec<u8> {
+        let bytes = self.tokenizer.token_bytes(id);
+        if self.tokenizer.is_marker(id) || self.ends.contains(&id) {
+            let mut word = vec![TokTrie::SPECIAL_TOKEN_MARKER];
+            word.extend(bytes);
+            return word;
+        }
+        bytes
+    }
+
+    /// A constraint for an answer in this format. `reasons` says whether the prompt leaves the model inside
+    /// its reasoning, none whether it may begin any.
+    pub fn constraint(
+        &self,
+        shape: &Shape,
+        format: Format,
+        reasons: Reasons,
+    ) -> Result<Box<dyn Constraint>, ApiError> {
+        let lark = self.lark(shape, format, reasons);
+        let field = match shape {
+            Shape::Call { .. } => "tools",
+            _ => "response_format",
+        };
+        let wrong = |e: &dyn std::fmt::Display| {
+            let text = e.to_string().replace('\n', " ");
+            ApiError::field(field, format_args!("the schema cannot be followed: {text}"))
+        };
+        let parser = self.factory()?.create_parser(TopLevelGrammar::from_lark(lark));
+        let parser = parser.map_err(|e| wrong(&e))?;
+        Ok(Box::new(Grammar { matcher: Matcher::new(Ok(parser)) }))
+    }
+
+    fn lark(&self, shape: &Shape, format: Format, reasons: Reasons) -> String {
+        let m = |text: &str| self.literal(text);
+        let mut rules = Vec::new();
+        let mut json_rule = |name: &str, schema: &Value| {
+            rules.push(format!("{name}: %json {}", with_bounded_blanks(schema)));
+        };
+        let answer = match shape {
+            Shape::JsonObject => {
+                json_rule("value", &json!({ "type": "object" }));
+                "value".to_owned()
+            }
+            Shape::Schema(schema) => {
+                json_rule("value", schema);
+                "value".to_owned()
+            }
+            Shape::Call { tools, many } => {
+                let mut calls = Vec::new();
+                for (i, tool) in tools.iter().enumerate() {
+                    let parameters = match &tool.parameters {
+                        Value::Object(object) if !object.is_empty() => tool.parameters.clone(),
+                        _ => json!({ "type": "object" }),
+                    };
+                    let name = format!("call{i}");
+                    let whole = |key: &str| {
+                        json!({
+                            "type": "object",
+                            "properties": { "name": { "const": tool.name }, key: parameters },
+                            "required": ["name", key],
+                            "additionalProperties": false,
+                        })
+                    };
+                    match format {
+                        Format::Harmony | Format::Mistral => json_rule(&name, &parameters),
+                        Format::Llama3 => json_rule(&name, &whole("parameters")),
+                        // The XML readers take JSON between their tags as well.
+                        _ => json_rule(&name, &whole("arguments")),
+                    }
+                    calls.push(match format {
+                        Format::Harmony => format!(
+                            "({} {} {} {name})",
+                            m(&format!("<|channel|>commentary to=functions.{} ", tool.name)),
+                            m("<|constrain|>json"),
+                            m("<|message|>"),
+                        ),
+                        Format::Mistral => {
+                            format!("({} {name})", m(&format!("[TOOL_CALLS]{}[ARGS]", tool.name)))
+                        }
+                        Format::Llama3 => name,
+                        _ => format!("({} {name} {})", m("<tool_call>\n"), m("\n</tool_call>")),
+                    });
+                }
+                let one = format!("({})", calls.join(" | "));
+                // Several only where nothing has to stand between.
+                match (*many, format) {
+                    (true, Format::Mistral) => format!("{one}+"),
+                    (true, Format::Qwen3Json | Format::QwenXml | Format::Plain) => {
+                        format!("{one} (\"\\n\" {one})*")
+                    }
+                    _ => one,
+                }
+            }
+        };
+        let is_call = matches!(shape, Shape::Call { .. });
+        let think = |open: &str, close: &str| match reasons {
+            Reasons::Inside => format!("THOUGHT {} ", m(close)),
+            Reasons::May => format!("({} THOUGHT {} /\\n{{0,2}}/)? ", m(open), m(close)),
+            Reasons::Not => String::new(),
+        };
+        let start = match format {
+            Format::Harmony => {
+                let analysis = format!(
+                    "({} THOUGHT {} {})? ",
+                    m("<|channel|>analysis<|message|>"),
+                    m("<|end|>"),
+                    m("<|start|>assistant"),
+                );
+                let head = if is_call { String::new() } else { m("<|channel|>final<|message|>") };
+                format!("{analysis}{head} {answer}")
+            }
+            Format::Qwen3Json | Format::QwenXml => {
+                format!("{}/\\n{{0,2}}/ {answer}", think("<think>", "</think>"))
+            }
+            Format::Gemma4 => format!("{}{answer}", think("<|channel>thought\n", "<channel|>")),
+            Format::Mistral => format!("{}{answer}", think("[THINK]", "[/THINK]")),
+            Format::Llama3 | Format::Plain => answer,
+        };
+        // Text of reasoning: no control token, and none of the openers of what follows.
+        format!("start: {start}\nTHOUGHT: /[^<\\[]*/\n{}\n", rules.join("\n"))
+    }
+
+    /// A text as Lark writes it, control tokens by their names.
+    fn literal(&self, text: &str) -> String {
+        let mut out = Vec::new();
+        let mut rest = text;
+        while !rest.is_empty() {
+            let found = self
+                .tokenizer
+                .markers()
+                .iter()
+                .filter_map(|(marker, id)| Some((rest.find(marker.as_str())?, marker, id)))
+                .min_by_key(|(at, marker, _)| (*at, std::cmp::Reverse(marker.len())));
+            let plain = &rest[..found.map_or(rest.len(), |(at, ..)| at)];
+            if !plain.is_empty() {
+                out.push(Value::from(plain).to_string());
+            }
+            rest = &rest[plain.len()..];
+            if let Some((_, marker, id)) = found {
+                out.push(format!("<[{id}]>"));
+                rest = &rest[marker.len()..];
+            }
+        }
+        out.join(" ")
+    }
+}
+
+/// The schema, with at most one blank after a comma or a colon and none elsewhere: a model may like blanks so
+/// much that nothing else comes.
+fn with_bounded_blanks(schema: &Value) -> Value {
+    let mut schema = match schema {
+        Value::Object(_) => schema.clone(),
+        // `true` and `false` are schemas that hold nothing.
+        other => json!({ "allOf": [other] }),
+    };
+    schema["x-guidance"] = json!({
+        "whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?",
+    });
+    schema
+}
+
+/// Whether an answer has reasoning in front.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reasons {
+    /// The prompt has begun it.
+    Inside,
+    /// The model may begin it.
+    May,
+    /// The prompt has ended it.
+    Not,
+}
+
+struct Grammar {
+    matcher: Matcher,
+}
+
+impl Constraint for Grammar {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        let mask = self.matcher.compute_mask_or_eos().map_err(|e| e.to_string())?;
+        for (word, logits) in mask.as_slice().iter().zip(logits.chunks_mut(32)) {
+            if *word == u32::MAX {
+                continue;
+            }
+            for (bit, logit) in logits.iter_mut().enumerate() {
+                if word & (1 << bit) == 0 {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        // Ids beyond the mask stand for nothing.
+        let covered = (mask.as_slice().len() * 32).min(logits.len());
+        logits[covered..].fill(f32::NEG_INFINITY);
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<bool, String> {
+        self.matcher.consume_token(token).map_err(|e| e.to_string())?;
+        Ok(self.matcher.is_stopped())
+    }
+}

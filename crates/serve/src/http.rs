@@ -1,0 +1,317 @@
+//! Routes, keys, limits, and the end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use serde_json::Value;
+use subtle::ConstantTimeEq;
+
+use crate::error::{ApiError, Kind};
+use crate::service::Service;
+use crate::{anthropic, metrics, ollama, openai, responses};
+
+/// How long a body may take to come.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// What a client that was turned away waits.
+const RETRY_AFTER: &str = "1";
+
+/// Choices of the HTTP side.
+#[derive(Clone, Debug)]
+pub struct HttpOptions {
+    /// Where to listen.
+    pub listen: SocketAddr,
+    /// Keys, one of which a request must bring; none: everybody may ask.
+    pub keys: Vec<String>,
+    /// Origins whose pages may ask; `*` is all. None: none but the server's own.
+    pub cors: Vec<String>,
+    /// Largest body in bytes.
+    pub max_body_bytes: usize,
+    /// Largest headers in bytes, all together.
+    pub max_header_bytes: usize,
+    /// How long running answers may go on after the server was told to end.
+    pub grace: Duration,
+}
+
+impl Default for HttpOptions {
+    fn default() -> Self {
+        HttpOptions {
+            listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            keys: Vec::new(),
+            cors: Vec::new(),
+            max_body_bytes: 8 << 20,
+            max_header_bytes: 64 << 10,
+            grace: Duration::from_secs(30),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct App {
+    service: Arc<Service>,
+    options: Arc<HttpOptions>,
+}
+
+/// The API that a path belongs to, for the shape of errors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Api {
+    OpenAi,
+    Anthropic,
+    Ollama,
+}
+
+impl Api {
+    fn of(path: &str) -> Api {
+        match path {
+            _ if path.starts_with("/v1/messages") => Api::Anthropic,
+            _ if path.starts_with("/api/") => Api::Ollama,
+            _ => Api::OpenAi,
+        }
+    }
+
+    fn error(self, error: &ApiError) -> Response {
+        let body = match self {
+            Api::OpenAi => openai::error_body(error),
+            Api::Anthropic => anthropic::error_body(error),
+            Api::Ollama => ollama::error_body(error),
+        };
+        let mut response = json(&body);
+        let status = StatusCode::from_u16(error.status());
+        *response.status_mut() = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        if matches!(error.kind, Kind::Busy | Kind::Closing) {
+            let value = HeaderValue::from_static(RETRY_AFTER);
+            response.headers_mut().insert(header::RETRY_AFTER, value);
+        }
+        response
+    }
+}
+
+fn json(body: &Value) -> Response {
+    let content_type = HeaderValue::from_static("application/json");
+    ([(header::CONTENT_TYPE, content_type)], body.to_string()).into_response()
+}
+
+/// A good response.
+pub(crate) fn ok_json(body: &Value) -> Response {
+    json(body)
+}
+
+/// Runs work that takes a while, such as rendering a long prompt, where it holds nobody up.
+pub(crate) async fn off_the_reactor<R: Send + 'static>(
+    f: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
+) -> Result<R, ApiError> {
+    match tokio::task::spawn_blocking(f).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::new(Kind::Internal, "the request could not be worked on")),
+    }
+}
+
+/// Serves until `ended` is ready, then lets running answers end, for as long as the grace. `listening` is
+/// told the address.
+pub async fn serve(
+    service: Arc<Service>,
+    options: HttpOptions,
+    listening: impl FnOnce(SocketAddr),
+    ended: impl Future<Output = ()> + Send + 'static,
+) -> std::io::Result<()> {
+    let listener = tokio::net::TcpListener::bind(options.listen).await?;
+    listening(listener.local_addr()?);
+    let grace = options.grace;
+    let app = router(service.clone(), options);
+    let (told, mut hears) = tokio::sync::watch::channel(false);
+    let closing = service.clone();
+    let shutdown = async move {
+        ended.await;
+        closing.scheduler().close();
+        let _ = told.send(true);
+    };
+    let server = axum::serve(listener, app).with_graceful_shutdown(shutdown);
+    let too_long = async {
+        // The sender lives as long as the server.
+        let _ = hears.wait_for(|told| *told).await;
+        tokio::time::sleep(grace).await;
+    };
+    tokio::select! {
+        result = async { server.await } => result?,
+        () = too_long => {}
+    }
+    service.scheduler().abort();
+    Ok(())
+}
+
+/// All routes.
+fn router(service: Arc<Service>, options: HttpOptions) -> Router {
+    let app = App { service, options: Arc::new(options) };
+    macro_rules! asks {
+        ($handler:path) => {
+            post(|State(app): State<App>, request: Request| async move {
+                let api = Api::of(request.uri().path());
+                let answer = async {
+                    let body = body(&app, request).await?;
+                    $handler(app.service.clone(), body).await
+                };
+                answer.await.unwrap_or_else(|error: ApiError| api.error(&error))
+            })
+        };
+    }
+    Router::new()
+        .route("/v1/chat/completions", asks!(openai::chat))
+        .route("/v1/completions", asks!(openai::completions))
+        .route("/v1/responses", asks!(responses::responses))
+        .route("/v1/embeddings", post(|| async { openai::embeddings() }))
+        .route(
+            "/v1/models",
+            get(|State(app): State<App>| async move { json(&openai::models(&app.service)) }),
+        )
+        .route("/v1/models/{*name}", get(model))
+        .route("/v1/messages", asks!(anthropic::messages))
+        .route("/v1/messages/count_tokens", asks!(anthropic::count_tokens))
+        .route("/api/chat", asks!(ollama::chat))
+        .route("/api/generate", asks!(ollama::generate))
+        .route(
+            "/api/tags",
+            get(|State(app): State<App>| async move { json(&ollama::tags(&app.service)) }),
+        )
+        .route("/api/show", asks!(ollama::show))
+        .route(
+            "/api/version",
+            get(|| async { json(&serde_json::json!({ "version": env!("CARGO_PKG_VERSION") })) }),
+        )
+        .route("/health", get(health))
+        .route(
+            "/metrics",
+            get(|State(app): State<App>| async move {
+                let kind = HeaderValue::from_static("text/plain; version=0.0.4");
+                ([(header::CONTENT_TYPE, kind)], metrics::metrics(&app.service))
+            }),
+        )
+        .fallback(|request: Request| async move {
+            let path = request.uri().path().to_owned();
+            let what = format!("there is no route {} {path}", request.method());
+            Api::of(&path).error(&ApiError::new(Kind::NoRoute, what))
+        })
+        .method_not_allowed_fallback(|request: Request| async move {
+            let path = request.uri().path().to_owned();
+            let what = format!("{path} does not take {}", request.method());
+            Api::of(&path).error(&ApiError::new(Kind::Method, what))
+        })
+        .layer(middleware::from_fn_with_state(app.clone(), guard))
+        .with_state(app)
+}
+
+async fn health(State(app): State<App>) -> Response {
+    let (open, health) = metrics::health(&app.service);
+    let mut response = json(&health);
+    if !open {
+        *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+    }
+    response
+}
+
+async fn model(State(app): State<App>, Path(name): Path<String>) -> Response {
+    match app.service.check_model(Some(&name)) {
+        Ok(()) => json(&openai::model(&app.service)),
+        Err(error) => Api::OpenAi.error(&error),
+    }
+}
+
+/// The body as JSON.
+async fn body(app: &App, request: Request) -> Result<Value, ApiError> {
+    let most = app.options.max_body_bytes;
+    let too_large =
+        || ApiError::new(Kind::TooLarge, format!("the body is larger than {most} bytes"));
+    let declared = request.headers().get(header::CONTENT_LENGTH);
+    let declared = declared.and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|n| n > most as u64) {
+        return Err(too_large());
+    }
+    let read = tokio::time::timeout(BODY_TIMEOUT, to_bytes(request.into_body(), most)).await;
+    let bytes = match read {
+        Err(_) => return Err(ApiError::new(Kind::Timeout, "the body did not come in time")),
+        Ok(Err(error)) => {
+            let text = format!("{error:?}");
+            return Err(match text.contains("LengthLimit") {
+                true => too_large(),
+                false => ApiError::new(Kind::Invalid, "the body was cut off"),
+            });
+        }
+        Ok(Ok(bytes)) => bytes,
+    };
+    serde_json::from_slice(&bytes)
+        .map_err(|error| ApiError::new(Kind::Invalid, format!("the body is no JSON: {error}")))
+}
+
+/// What every request passes: limits, origins, keys.
+async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
+    let options = &app.options;
+    let api = Api::of(request.uri().path());
+    let refuse = |kind, what: &str| api.error(&ApiError::new(kind, what));
+    let size: usize = request.headers().iter().map(|(n, v)| n.as_str().len() + v.len()).sum();
+    if size > options.max_header_bytes {
+        return refuse(Kind::Headers, "the headers are too large");
+    }
+    let origin = request.headers().get(header::ORIGIN).cloned();
+    let allowed = origin.as_ref().is_some_and(|origin| {
+        options.cors.iter().any(|o| o == "*" || o.as_bytes() == origin.as_bytes())
+    });
+    if let Some(origin) = &origin
+        && !allowed
+        && !is_own(origin, request.headers())
+    {
+        return refuse(
+            Kind::Forbidden,
+            "pages of other origins may not ask; allow them with --cors",
+        );
+    }
+    let mut response = if allowed && request.method() == Method::OPTIONS {
+        StatusCode::NO_CONTENT.into_response()
+    } else if !may_pass(options, &request) {
+        refuse(Kind::Unauthorized, "the API key is missing or wrong")
+    } else {
+        next.run(request).await
+    };
+    if let Some(origin) = origin.filter(|_| allowed) {
+        let headers = response.headers_mut();
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        headers.insert(header::VARY, HeaderValue::from_static("origin"));
+        let methods = HeaderValue::from_static("GET, POST, OPTIONS");
+        headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
+        headers.insert(
+            header::ACCESS_CONTROL_ALLOW_HEADERS,
+            HeaderValue::from_static("*, authorization"),
+        );
+    }
+    response
+}
+
+/// Whether a page is the server's own.
+fn is_own(origin: &HeaderValue, headers: &HeaderMap) -> bool {
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok());
+    let origin = origin.to_str().ok();
+    let origin = origin.and_then(|o| o.split_once("://")).map(|(_, host)| host);
+    origin.is_some() && origin == host
+}
+
+fn may_pass(options: &HttpOptions, request: &axum::http::Request<Body>) -> bool {
+    if options.keys.is_empty() || request.uri().path() == "/health" {
+        return true;
+    }
+    let headers = request.headers();
+    let bearer = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
+    let bearer = bearer.and_then(|value| value.strip_prefix(b"Bearer "));
+    let given = bearer.or(headers.get("x-api-key").map(HeaderValue::as_bytes));
+    let Some(given) = given else { return false };
+    // All keys are compared, each in constant time; only lengths show.
+    let mut found = subtle::Choice::from(0);
+    for key in &options.keys {
+        found |= key.as_bytes().ct_eq(given);
+    }
+    found.into()
+}

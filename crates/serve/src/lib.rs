@@ -1,0 +1,31 @@
+//! HTTP over the scheduler: the APIs of OpenAI, Anthropic and Ollama, so that existing clients work unchanged.
+//!
+//! Reading order: [`service`] (one kind of request in, one kind of event out: what all APIs share), `grammar`
+//! (what an answer must look like), then the APIs, each a thin translation: `openai`, `responses`, `anthropic`,
+//! `ollama`; [`http`] (routes, keys, limits), `stream` (events to bodies), `metrics`,
+//! [`talk`] (the same without HTTP).
+//!
+//! Fields that an API does not have are ignored; fields that it has and this server does not support are refused
+//! by name. Errors have the shape and the status of the API that was asked.
+//!
+//! Not here: batching and the engine (`forebay-schedule`), parsing of answers (`forebay-chat`).
+#![forbid(unsafe_code)]
+
+mod anthropic;
+mod error;
+mod fallback;
+mod fields;
+mod grammar;
+pub mod http;
+mod metrics;
+mod ollama;
+mod openai;
+mod responses;
+pub mod service;
+mod stream;
+pub mod talk;
+
+pub use error::{ApiError, Kind};
+pub use http::{HttpOptions, serve};
+pub use service::{Defaults, ModelInfo, Service};
+pub use talk::{Said, Talk, TalkOptions};

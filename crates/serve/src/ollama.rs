@@ -1,0 +1,287 @@
+//! Ollama's chat, generate, tags and show: the least that tools which speak only that need.
+
+use std::sync::Arc;
+
+use axum::response::Response;
+use forebay_chat::Delta;
+use serde_json::{Map, Value, json};
+
+use crate::error::ApiError;
+use crate::fields::Fields;
+use crate::grammar::Shape;
+use crate::http::ok_json;
+use crate::service::{Event, Finished, Input, Request, Service, ToolChoice, now};
+use crate::stream::{self, Encode};
+
+const MAX_STOPS: usize = 16;
+
+/// An error as Ollama writes it.
+pub(crate) fn error_body(error: &ApiError) -> Value {
+    json!({ "error": error.message })
+}
+
+/// `POST /api/chat`
+pub(crate) async fn chat(service: Arc<Service>, body: Value) -> Result<Response, ApiError> {
+    let fields = Fields::of(&body)?;
+    let messages = fields.array("messages")?.cloned().unwrap_or_default();
+    for (i, message) in messages.iter().enumerate() {
+        if message["images"].as_array().is_some_and(|images| !images.is_empty()) {
+            let path = format!("messages[{i}].images");
+            return Err(ApiError::unsupported(path, "this model reads text only"));
+        }
+    }
+    let tools = fields.array("tools")?.cloned().unwrap_or_default();
+    let request =
+        request(&service, fields, Input::Chat { messages, kwargs: kwargs(fields)? }, tools)?;
+    answer(service, request, fields.bool("stream")?.unwrap_or(true), true).await
+}
+
+/// `POST /api/generate`
+pub(crate) async fn generate(service: Arc<Service>, body: Value) -> Result<Response, ApiError> {
+    let fields = Fields::of(&body)?;
+    fields.refuse(&[
+        ("suffix", "leave it away"),
+        ("images", "this model reads text only"),
+        ("template", "the model's own is used"),
+        ("context", "send the text; what was computed of it is kept"),
+    ])?;
+    let prompt = fields.str("prompt")?.unwrap_or_default().to_owned();
+    let input = if fields.bool("raw")?.unwrap_or(false) {
+        Input::Text(prompt)
+    } else {
+        let mut messages = Vec::new();
+        if let Some(system) = fields.str("system")?.filter(|text| !text.is_empty()) {
+            messages.push(json!({ "role": "system", "content": system }));
+        }
+        messages.push(json!({ "role": "user", "content": prompt }));
+        Input::Chat { messages, kwargs: kwargs(fields)? }
+    };
+    let request = request(&service, fields, input, Vec::new())?;
+    answer(service, request, fields.bool("stream")?.unwrap_or(true), false).await
+}
+
+/// `GET /api/tags`
+pub(crate) fn tags(service: &Service) -> Value {
+    let info = &service.info;
+    json!({ "models": [{
+        "name": info.name,
+        "model": info.name,
+        "modified_at": timestamp(info.created),
+        "size": info.bytes,
+        "digest": "",
+        "details": details(service),
+    }]})
+}
+
+/// `POST /api/show`
+pub(crate) async fn show(service: Arc<Service>, body: Value) -> Result<Response, ApiError> {
+    let fields = Fields::of(&body)?;
+    let name = match fields.str("model")? {
+        Some(name) => Some(name),
+        None => fields.str("name")?,
+    };
+    service.check_model(name)?;
+    let family = &service.info.family;
+    let mut model_info = Map::new();
+    model_info.insert("general.architecture".into(), family.as_str().into());
+    model_info.insert(format!("{family}.context_length"), service.info.context.into());
+    Ok(ok_json(&json!({
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": details(&service),
+        "model_info": model_info,
+        "capabilities": ["completion", "tools"],
+        "modified_at": timestamp(service.info.created),
+    })))
+}
+
+fn details(service: &Service) -> Value {
+    let family = &service.info.family;
+    json!({
+        "parent_model": "",
+        "format": "",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": "",
+    })
+}
+
+fn kwargs(fields: Fields<'_>) -> Result<Map<String, Value>, ApiError> {
+    let mut kwargs = Map::new();
+    match fields.get("think") {
+        None => {}
+        Some(Value::Bool(think)) => {
+            kwargs.insert("enable_thinking".into(), (*think).into());
+        }
+        Some(Value::String(effort)) => crate::openai::effort_kwargs("think", effort, &mut kwargs)?,
+        Some(_) => return Err(fields.wrong("think", "must be true, false, low, medium or high")),
+    }
+    Ok(kwargs)
+}
+
+fn request(
+    service: &Service,
+    fields: Fields<'_>,
+    input: Input,
+    tools: Vec<Value>,
+) -> Result<Request, ApiError> {
+    service.check_model(fields.str("model")?)?;
+    let shape = match fields.get("format") {
+        None => None,
+        Some(Value::String(text)) if text.is_empty() => None,
+        Some(Value::String(text)) if text == "json" => Some(Shape::JsonObject),
+        Some(schema @ Value::Object(_)) => Some(Shape::Schema(schema.clone())),
+        Some(_) => return Err(fields.wrong("format", "must be `json` or a JSON schema")),
+    };
+    let empty = Map::new();
+    let options = fields
+        .get("options")
+        .map(|o| o.as_object().ok_or_else(|| fields.wrong("options", "must be an object")));
+    let options = Value::Object(options.transpose()?.unwrap_or(&empty).clone());
+    let options = Fields::of(&options)?;
+    let sampling = crate::openai::sampling(service, options)?;
+    // Negative counts mean no limit.
+    let max_tokens = match options.get("num_predict").and_then(Value::as_i64) {
+        Some(n) if n < 0 => None,
+        _ => options.count("num_predict", 0)?,
+    };
+    Ok(Request {
+        input,
+        tools,
+        tool_choice: ToolChoice::Auto,
+        parallel_calls: true,
+        shape,
+        max_tokens,
+        sampling,
+        stops: options.strings("stop", MAX_STOPS)?,
+        n: 1,
+        logprobs: None,
+    })
+}
+
+async fn answer(
+    service: Arc<Service>,
+    request: Request,
+    streams: bool,
+    chat: bool,
+) -> Result<Response, ApiError> {
+    let begun = service.clone();
+    let answers = crate::http::off_the_reactor(move || begun.begin(&request)).await?;
+    let lines = Lines { model: service.info.name.clone(), chat, prompt: answers.prompt_tokens };
+    if streams {
+        return Ok(stream::response(&service, answers, lines));
+    }
+    let whole = answers.whole().await?.remove(0);
+    let mut deltas: Vec<Delta> = Vec::new();
+    deltas.extend(whole.parsed.reasoning.map(Delta::Reasoning));
+    deltas.extend(whole.parsed.content.map(Delta::Content));
+    deltas.extend(whole.parsed.tool_calls.into_iter().map(Delta::Call));
+    Ok(ok_json(&lines.line(deltas, Some(&whole.finished))))
+}
+
+/// An answer in lines of JSON.
+struct Lines {
+    model: String,
+    chat: bool,
+    prompt: usize,
+}
+
+impl Lines {
+    fn line(&self, deltas: Vec<Delta>, finished: Option<&Finished>) -> Value {
+        let (mut content, mut thinking) = (String::new(), String::new());
+        let mut calls = Vec::new();
+        for delta in deltas {
+            match delta {
+                Delta::Content(text) => content.push_str(&text),
+                Delta::Reasoning(text) => thinking.push_str(&text),
+                Delta::Call(call) => calls.push(json!({ "function": call.json() })),
+            }
+        }
+        let mut line = json!({ "model": self.model, "created_at": timestamp(now()) });
+        if self.chat {
+            let mut message = json!({ "role": "assistant", "content": content });
+            if !thinking.is_empty() {
+                message["thinking"] = thinking.into();
+            }
+            if !calls.is_empty() {
+                message["tool_calls"] = calls.into();
+            }
+            line["message"] = message;
+        } else {
+            line["response"] = content.into();
+            if !thinking.is_empty() {
+                line["thinking"] = thinking.into();
+            }
+        }
+        line["done"] = finished.is_some().into();
+        if let Some(finished) = finished {
+            let usage = &finished.usage;
+            let nanos = |s: f64| (s * 1e9) as u64;
+            line["done_reason"] =
+                if finished.reason == "length" { "length" } else { "stop" }.into();
+            line["total_duration"] =
+                nanos(usage.queued_s + usage.first_token_s + usage.decode_s).into();
+            line["load_duration"] = 0.into();
+            line["prompt_eval_count"] = self.prompt.into();
+            line["prompt_eval_duration"] = nanos(usage.first_token_s).into();
+            line["eval_count"] = usage.generated.into();
+            line["eval_duration"] = nanos(usage.decode_s).into();
+        }
+        line
+    }
+}
+
+impl Encode for Lines {
+    fn event(&mut self, _: usize, event: Event) -> String {
+        let line = match event {
+            Event::Piece { deltas, .. } if deltas.is_empty() => return String::new(),
+            Event::Piece { deltas, .. } => self.line(deltas, None),
+            Event::Done(finished) => self.line(Vec::new(), Some(&finished)),
+            Event::Failed(error) => error_body(&error),
+        };
+        format!("{line}\n")
+    }
+
+    fn keep_alive(&mut self) -> String {
+        // Lines have no comments.
+        String::new()
+    }
+
+    fn content_type(&self) -> &'static str {
+        "application/x-ndjson"
+    }
+}
+
+/// `2026-01-02T03:04:05Z` of seconds since 1970, by the civil calendar (Hinnant's days algorithm).
+fn timestamp(seconds: u64) -> String {
+    let (days, rest) = ((seconds / 86400) as i64, seconds % 86400);
+    let z = days + 719_468;
+    let era = z.div_euclid(146_097);
+    let day_of_era = z.rem_euclid(146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let (h, m, s) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!("{year:04}-{month:02}-{day:02}T{h:02}:{m:02}:{s:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn timestamps() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_767_323_045, "2026-01-02T03:04:05Z"),
+            (4_102_444_799, "2099-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(super::timestamp(seconds), text);
+        }
+    }
+}

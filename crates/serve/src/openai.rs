@@ -1,0 +1,620 @@
+//! OpenAI's chat completions, completions and models.
+
+use std::sync::Arc;
+
+use axum::response::{IntoResponse, Response};
+use forebay_chat::{Call, Delta, Tool};
+use forebay_engine::SamplerParams;
+use forebay_schedule::Usage;
+use serde_json::{Map, Value, json};
+
+use crate::error::{ApiError, Kind};
+use crate::fields::Fields;
+use crate::grammar::Shape;
+use crate::http::ok_json;
+use crate::service::{Answers, Event, Input, Request, Service, TokenInfo, ToolChoice, Whole};
+use crate::stream::{self, Encode};
+
+/// Most answers to one request.
+const MAX_N: usize = 16;
+/// Most stop strings.
+const MAX_STOPS: usize = 16;
+/// Most alternatives per token.
+const MAX_TOP_LOGPROBS: usize = 20;
+
+/// An error as OpenAI writes it.
+pub(crate) fn error_body(error: &ApiError) -> Value {
+    let (kind, code) = match error.kind {
+        Kind::ContextLength => ("invalid_request_error", Some("context_length_exceeded")),
+        Kind::Unauthorized => ("invalid_request_error", Some("invalid_api_key")),
+        Kind::NoModel => ("invalid_request_error", Some("model_not_found")),
+        Kind::Busy => ("rate_limit_error", Some("rate_limit_exceeded")),
+        Kind::Internal | Kind::Closing => ("server_error", None),
+        Kind::Forbidden => ("permission_error", None),
+        _ => ("invalid_request_error", None),
+    };
+    json!({
+        "error": { "message": error.message, "type": kind, "param": error.param, "code": code }
+    })
+}
+
+/// `POST /v1/chat/completions`
+pub(crate) async fn chat(service: Arc<Service>, body: Value) -> Result<Response, ApiError> {
+    let fields = Fields::of(&body)?;
+    let request = chat_request(&service, fields)?;
+    let style = style(fields, false)?;
+    answer(service, request, style).await
+}
+
+/// `POST /v1/completions`
+pub(crate) async fn completions(service: Arc<Service>, body: Value) -> Result<Response, ApiError> {
+    let fields = Fields::of(&body)?;
+    let request = completion_request(&service, fields)?;
+    let style = style(fields, true)?;
+    answer(service, request, style).await
+}
+
+/// `GET /v1/models`
+pub(crate) fn models(service: &Service) -> Value {
+    json!({ "object": "list", "data": [model(service)] })
+}
+
+/// `GET /v1/models/NAME`
+pub(crate) fn model(service: &Service) -> Value {
+    json!({
+        "id": service.info.name,
+        "object": "model",
+        "created": service.info.created,
+        "owned_by": "forebay",
+        "context_length": service.info.context,
+    })
+}
+
+async fn answer(
+    service: Arc<Service>,
+    request: Request,
+    style: Style,
+) -> Result<Response, ApiError> {
+    let begun = service.clone();
+    let answers = crate::http::off_the_reactor(move || begun.begin(&request)).await?;
+    let head = Head::new(&service, &answers, style.legacy);
+    if style.stream {
+        let encoder = Chunks::new(head, style, answers.n, answers.prompt_tokens);
+        return Ok(stream::response(&service, answers, encoder));
+    }
+    let prompt_tokens = answers.prompt_tokens;
+    let whole = answers.whole().await?;
+    Ok(ok_json(&head.whole(&whole, prompt_tokens, &style)))
+}
+
+/// The same without HTTP, for batches: a request's body to a response's.
+pub(crate) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
+    service.check_model(fields.str("model")?)?;
+    fields.refuse(&[
+        ("functions", "use `tools`"),
+        ("function_call", "use `tool_choice`"),
+        ("audio", "this model writes text"),
+        ("prediction", "leave it away"),
+        ("web_search_options", "this server searches nothing"),
+        ("logit_bias", "leave it away"),
+        ("store", "nothing is stored"),
+    ])?;
+    if let Some(modalities) = fields.array("modalities")?
+        && modalities.iter().any(|m| m != "text")
+    {
+        return Err(ApiError::unsupported("modalities", "this model writes text"));
+    }
+    let messages = fields.array("messages")?;
+    let messages = messages.ok_or_else(|| fields.wrong("messages", "is missing"))?.clone();
+    let tools = tools(fields)?;
+    let mut kwargs = match fields.object("chat_template_kwargs")? {
+        Some(_) => fields.get("chat_template_kwargs").and_then(Value::as_object).cloned(),
+        None => None,
+    }
+    .unwrap_or_default();
+    if let Some(effort) = fields.str("reasoning_effort")? {
+        effort_kwargs("reasoning_effort", effort, &mut kwargs)?;
+    }
+    let logprobs = match fields.bool("logprobs")? {
+        Some(true) => Some(fields.count("top_logprobs", 0)?.unwrap_or(0)),
+        _ if fields.count("top_logprobs", 0)?.unwrap_or(0) > 0 => {
+            return Err(fields.wrong("top_logprobs", "needs `logprobs` to be true"));
+        }
+        _ => None,
+    };
+    if logprobs.is_some_and(|n| n > MAX_TOP_LOGPROBS) {
+        return Err(
+            fields.wrong("top_logprobs", format_args!("must be at most {MAX_TOP_LOGPROBS}"))
+        );
+    }
+    let max_tokens = match fields.count("max_completion_tokens", 0)? {
+        Some(n) => Some(n),
+        None => fields.count("max_tokens", 0)?,
+    };
+    Ok(Request {
+        input: Input::Chat { messages, kwargs },
+        tool_choice: tool_choice(fields, |choice| {
+            let function = choice.object("function")?;
+            function.map(|f| f.str("name")).transpose().map(Option::flatten)
+        })?,
+        tools,
+        parallel_calls: fields.bool("parallel_tool_calls")?.unwrap_or(true),
+        shape: response_format(fields)?,
+        max_tokens,
+        sampling: sampling(service, fields)?,
+        stops: fields.strings("stop", MAX_STOPS)?,
+        n: n(fields)?,
+        logprobs,
+    })
+}
+
+pub(crate) fn completion_request(
+    service: &Service,
+    fields: Fields<'_>,
+) -> Result<Request, ApiError> {
+    service.check_model(fields.str("model")?)?;
+    fields.refuse(&[
+        ("suffix", "leave it away"),
+        ("echo", "leave it away"),
+        ("logit_bias", "leave it away"),
+    ])?;
+    let n = n(fields)?;
+    if fields.count("best_of", 1)?.is_some_and(|best| best != n) {
+        return Err(ApiError::unsupported("best_of", "use `n`"));
+    }
+    let logprobs = fields.count("logprobs", 0)?;
+    if logprobs.is_some_and(|n| n > MAX_TOP_LOGPROBS) {
+        return Err(fields.wrong("logprobs", format_args!("must be at most {MAX_TOP_LOGPROBS}")));
+    }
+    Ok(Request {
+        input: prompt(fields)?,
+        tools: Vec::new(),
+        tool_choice: ToolChoice::Auto,
+        parallel_calls: true,
+        shape: response_format(fields)?,
+        // The API's own default.
+        max_tokens: Some(fields.count("max_tokens", 0)?.unwrap_or(16)),
+        sampling: sampling(service, fields)?,
+        stops: fields.strings("stop", MAX_STOPS)?,
+        n,
+        logprobs,
+    })
+}
+
+fn n(fields: Fields<'_>) -> Result<usize, ApiError> {
+    match fields.count("n", 1)?.unwrap_or(1) {
+        n if n > MAX_N => Err(fields.wrong("n", format_args!("must be at most {MAX_N}"))),
+        n => Ok(n),
+    }
+}
+
+/// A prompt as text or ids; a list of one prompt is that prompt.
+fn prompt(fields: Fields<'_>) -> Result<Input, ApiError> {
+    let wrong = || fields.wrong("prompt", "must be a string or a list of token ids");
+    let ids = |list: &[Value]| -> Result<Input, ApiError> {
+        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let ids: Option<Vec<u32>> = list.iter().map(id).collect();
+        ids.map(Input::Ids).ok_or_else(wrong)
+    };
+    match fields.get("prompt").ok_or_else(|| fields.wrong("prompt", "is missing"))? {
+        Value::String(text) => Ok(Input::Text(text.clone())),
+        Value::Array(list) => match list.as_slice() {
+            [Value::String(text)] => Ok(Input::Text(text.clone())),
+            [Value::Array(one)] => ids(one),
+            [Value::String(_) | Value::Array(_), ..] => {
+                Err(ApiError::unsupported("prompt", "send one prompt per request"))
+            }
+            list => ids(list),
+        },
+        _ => Err(wrong()),
+    }
+}
+
+/// Sampling as OpenAI names it, with names that other servers have added.
+pub(crate) fn sampling(service: &Service, fields: Fields<'_>) -> Result<SamplerParams, ApiError> {
+    let mut s = service.sampling();
+    if let Some(t) = fields.number("temperature", 0.0..=100.0)? {
+        s.temperature = t;
+    }
+    if let Some(p) = fields.number("top_p", 0.0..=1.0)? {
+        // 0 keeps the most likely token, as with other servers.
+        s.top_p = p.max(f32::MIN_POSITIVE);
+    }
+    if let Some(k) = fields.count("top_k", 0)? {
+        s.top_k = k;
+    }
+    if let Some(p) = fields.number("min_p", 0.0..=1.0)? {
+        s.min_p = p;
+    }
+    for name in ["repetition_penalty", "repeat_penalty"] {
+        if let Some(p) = fields.number(name, 0.01..=100.0)? {
+            s.repeat_penalty = p;
+        }
+    }
+    s.presence_penalty = fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0);
+    s.frequency_penalty = fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0);
+    if let Some(seed) = fields.get("seed") {
+        let whole = seed.as_i64().map(|s| s as u64).or(seed.as_u64());
+        s.seed = whole.ok_or_else(|| fields.wrong("seed", "must be a whole number"))?;
+    }
+    Ok(s)
+}
+
+/// Variables of templates that say how long to reason.
+pub(crate) fn effort_kwargs(
+    field: &str,
+    effort: &str,
+    kwargs: &mut Map<String, Value>,
+) -> Result<(), ApiError> {
+    match effort {
+        "none" => {
+            kwargs.entry("enable_thinking").or_insert(false.into());
+        }
+        "minimal" | "low" | "medium" | "high" | "xhigh" => {
+            let known = match effort {
+                "minimal" => "low",
+                "xhigh" => "high",
+                other => other,
+            };
+            kwargs.entry("reasoning_effort").or_insert(known.into());
+            kwargs.entry("enable_thinking").or_insert(true.into());
+        }
+        _ => {
+            let what = "must be none, minimal, low, medium, high or xhigh";
+            return Err(ApiError::field(field, what));
+        }
+    }
+    Ok(())
+}
+
+fn response_format(fields: Fields<'_>) -> Result<Option<Shape>, ApiError> {
+    let Some(format) = fields.object("response_format")? else { return Ok(None) };
+    match format.str("type")? {
+        Some("text") => Ok(None),
+        Some("json_object") => Ok(Some(Shape::JsonObject)),
+        Some("json_schema") => {
+            let schema = format.get("json_schema").map(|s| &s["schema"]);
+            let schema = schema.filter(|s| s.is_object() || s.is_boolean());
+            let missing = || fields.wrong("response_format", "has no `json_schema.schema`");
+            Ok(Some(Shape::Schema(schema.ok_or_else(missing)?.clone())))
+        }
+        _ => Err(format.wrong("type", "must be text, json_object or json_schema")),
+    }
+}
+
+fn tools(fields: Fields<'_>) -> Result<Vec<Value>, ApiError> {
+    let tools = fields.array("tools")?.cloned().unwrap_or_default();
+    for (i, tool) in tools.iter().enumerate() {
+        let path = format!("tools[{i}]");
+        match tool["type"].as_str() {
+            Some("function") => {}
+            Some(other) => {
+                let kind = format!("{path}.type");
+                return Err(ApiError::unsupported(kind, &format!("`{other}` is no function")));
+            }
+            None => return Err(ApiError::field(format!("{path}.type"), "must be `function`")),
+        }
+        if Tool::from_json(tool).is_none_or(|tool| tool.name.is_empty()) {
+            return Err(ApiError::field(format!("{path}.function.name"), "must be a string"));
+        }
+    }
+    Ok(tools)
+}
+
+/// `tool_choice`; `named` finds the name in one that is an object.
+pub(crate) fn tool_choice<'a>(
+    fields: Fields<'a>,
+    named: impl FnOnce(Fields<'a>) -> Result<Option<&'a str>, ApiError>,
+) -> Result<ToolChoice, ApiError> {
+    match fields.get("tool_choice") {
+        None => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) => match word.as_str() {
+            "auto" => Ok(ToolChoice::Auto),
+            "none" => Ok(ToolChoice::None),
+            "required" | "any" => Ok(ToolChoice::Required),
+            _ => Err(fields.wrong("tool_choice", "must be auto, none, required or a function")),
+        },
+        Some(_) => {
+            let choice = fields.object("tool_choice")?;
+            let name = choice.map(named).transpose()?.flatten();
+            let name = name.ok_or_else(|| fields.wrong("tool_choice", "names no function"))?;
+            Ok(ToolChoice::Named(name.to_owned()))
+        }
+    }
+}
+
+/// What shape the response has.
+#[derive(Clone, Copy, Debug)]
+struct Style {
+    legacy: bool,
+    stream: bool,
+    usage: bool,
+    logprobs: bool,
+}
+
+fn style(fields: Fields<'_>, legacy: bool) -> Result<Style, ApiError> {
+    let stream = fields.bool("stream")?.unwrap_or(false);
+    let usage = match fields.object("stream_options")? {
+        Some(_) if !stream => {
+            return Err(fields.wrong("stream_options", "needs `stream` to be true"));
+        }
+        Some(options) => options.bool("include_usage")?.unwrap_or(false),
+        None => false,
+    };
+    let logprobs = match legacy {
+        true => fields.get("logprobs").is_some(),
+        false => fields.bool("logprobs")?.unwrap_or(false),
+    };
+    Ok(Style { legacy, stream, usage, logprobs })
+}
+
+/// What every object of a response begins with.
+struct Head {
+    id: String,
+    calls: String,
+    created: u64,
+    model: String,
+}
+
+impl Head {
+    fn new(service: &Service, answers: &Answers, legacy: bool) -> Head {
+        let prefix = if legacy { "cmpl" } else { "chatcmpl" };
+        Head {
+            id: format!("{prefix}-{}", answers.id),
+            calls: answers.id.clone(),
+            created: answers.created,
+            model: service.info.name.clone(),
+        }
+    }
+
+    fn object(&self, object: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        })
+    }
+
+    fn call(&self, index: usize, number: usize, call: &Call) -> Value {
+        json!({
+            "id": format!("call_{}_{index}_{number}", self.calls),
+            "type": "function",
+            "function": { "name": call.name, "arguments": call.arguments },
+        })
+    }
+
+    fn whole(&self, answers: &[Whole], prompt: usize, style: &Style) -> Value {
+        let choices = answers.iter().enumerate().map(|(index, answer)| {
+            let finish = answer.finished.reason;
+            if style.legacy {
+                let text = answer.parsed.content.as_deref().unwrap_or_default();
+                let logprobs = style.logprobs.then(|| legacy_logprobs(&answer.tokens, 0));
+                return json!({
+                    "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish,
+                });
+            }
+            let calls = &answer.parsed.tool_calls;
+            let content = match &answer.parsed.content {
+                None if calls.is_empty() => Some(String::new()),
+                content => content.clone(),
+            };
+            let mut message = json!({ "role": "assistant", "content": content, "refusal": null });
+            if let Some(reasoning) = &answer.parsed.reasoning {
+                message["reasoning_content"] = reasoning.as_str().into();
+            }
+            if !calls.is_empty() {
+                let calls = calls.iter().enumerate().map(|(i, call)| self.call(index, i, call));
+                message["tool_calls"] = calls.collect();
+            }
+            let logprobs = style.logprobs.then(|| logprobs(&answer.tokens));
+            json!({
+                "index": index, "message": message, "logprobs": logprobs, "finish_reason": finish,
+            })
+        });
+        let object = if style.legacy { "text_completion" } else { "chat.completion" };
+        let mut response = self.object(object, choices.collect());
+        response["usage"] = usage(prompt, answers.iter().map(|answer| &answer.finished.usage));
+        response
+    }
+}
+
+pub(crate) fn usage<'u>(prompt: usize, of: impl Iterator<Item = &'u Usage>) -> Value {
+    let (mut cached, mut generated) = (0, 0);
+    for usage in of {
+        cached = cached.max(usage.cached);
+        generated += usage.generated;
+    }
+    json!({
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": { "cached_tokens": cached },
+    })
+}
+
+fn logprobs(tokens: &[TokenInfo]) -> Value {
+    let content = tokens.iter().map(|token| {
+        let top = token.top.iter().map(|(text, bytes, logprob)| {
+            json!({ "token": text, "logprob": finite(*logprob), "bytes": bytes })
+        });
+        json!({
+            "token": token.text,
+            "logprob": finite(token.logprob),
+            "bytes": token.bytes,
+            "top_logprobs": top.collect::<Vec<_>>(),
+        })
+    });
+    json!({ "content": content.collect::<Vec<_>>(), "refusal": null })
+}
+
+/// JSON has no infinities.
+fn finite(logprob: f32) -> f32 {
+    logprob.max(-9999.0)
+}
+
+fn legacy_logprobs(tokens: &[TokenInfo], mut offset: usize) -> Value {
+    let mut offsets = Vec::new();
+    for token in tokens {
+        offsets.push(offset);
+        offset += token.text.chars().count();
+    }
+    let top = tokens.iter().map(|token| {
+        let pairs =
+            token.top.iter().map(|(text, _, logprob)| (text.clone(), finite(*logprob).into()));
+        pairs.collect::<Map<String, Value>>()
+    });
+    json!({
+        "tokens": tokens.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(),
+        "token_logprobs": tokens.iter().map(|token| finite(token.logprob)).collect::<Vec<_>>(),
+        "top_logprobs": top.collect::<Vec<_>>(),
+        "text_offset": offsets,
+    })
+}
+
+/// One JSON object as an event.
+pub(crate) fn data(value: &Value) -> String {
+    format!("data: {value}\n\n")
+}
+
+/// A response in chunks.
+struct Chunks {
+    head: Head,
+    style: Style,
+    prompt: usize,
+    usages: Vec<Usage>,
+    /// Calls and characters per answer, so far.
+    calls: Vec<usize>,
+    chars: Vec<usize>,
+}
+
+impl Chunks {
+    fn new(head: Head, style: Style, n: usize, prompt: usize) -> Chunks {
+        Chunks { head, style, prompt, usages: Vec::new(), calls: vec![0; n], chars: vec![0; n] }
+    }
+
+    fn chunk(&self, choices: Value) -> String {
+        let object = if self.style.legacy { "text_completion" } else { "chat.completion.chunk" };
+        let mut chunk = self.head.object(object, choices);
+        if self.style.usage {
+            chunk["usage"] = Value::Null;
+        }
+        data(&chunk)
+    }
+
+    fn choice(&self, index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> String {
+        let mut choice = match self.style.legacy {
+            true => json!({ "index": index, "text": delta }),
+            false => json!({ "index": index, "delta": delta }),
+        };
+        choice["logprobs"] = logprobs;
+        choice["finish_reason"] = finish.into();
+        self.chunk(json!([choice]))
+    }
+
+    fn piece(&mut self, index: usize, deltas: Vec<Delta>, token: Option<TokenInfo>) -> String {
+        let mut logprobs_left = token.map_or(Value::Null, |token| {
+            let offset = self.chars[index];
+            self.chars[index] += token.text.chars().count();
+            match self.style.legacy {
+                true => legacy_logprobs(std::slice::from_ref(&token), offset),
+                false => logprobs(std::slice::from_ref(&token)),
+            }
+        });
+        let mut out = String::new();
+        for delta in deltas {
+            let delta = match delta {
+                Delta::Content(text) if self.style.legacy => text.into(),
+                _ if self.style.legacy => continue,
+                Delta::Content(text) => json!({ "content": text }),
+                Delta::Reasoning(text) => json!({ "reasoning_content": text }),
+                Delta::Call(call) => {
+                    let number = self.calls[index];
+                    self.calls[index] += 1;
+                    let mut call = self.head.call(index, number, &call);
+                    call["index"] = number.into();
+                    json!({ "tool_calls": [call] })
+                }
+            };
+            out.push_str(&self.choice(index, delta, logprobs_left.take(), None));
+        }
+        if !logprobs_left.is_null() {
+            let nothing = if self.style.legacy { "".into() } else { json!({}) };
+            out.push_str(&self.choice(index, nothing, logprobs_left, None));
+        }
+        out
+    }
+}
+
+impl Encode for Chunks {
+    fn start(&mut self) -> String {
+        if self.style.legacy {
+            return String::new();
+        }
+        let role = |index| {
+            let delta = json!({ "role": "assistant", "content": "" });
+            self.choice(index, delta, Value::Null, None)
+        };
+        (0..self.calls.len()).map(role).collect()
+    }
+
+    fn event(&mut self, index: usize, event: Event) -> String {
+        match event {
+            Event::Piece { deltas, token } => self.piece(index, deltas, token),
+            Event::Done(finished) => {
+                self.usages.push(finished.usage);
+                let nothing = if self.style.legacy { "".into() } else { json!({}) };
+                self.choice(index, nothing, Value::Null, Some(finished.reason))
+            }
+            Event::Failed(error) => data(&error_body(&error)),
+        }
+    }
+
+    fn end(&mut self) -> String {
+        let mut out = String::new();
+        if self.style.usage {
+            let object =
+                if self.style.legacy { "text_completion" } else { "chat.completion.chunk" };
+            let mut chunk = self.head.object(object, json!([]));
+            chunk["usage"] = usage(self.prompt, self.usages.iter());
+            out = data(&chunk);
+        }
+        out + "data: [DONE]\n\n"
+    }
+}
+
+/// `POST /v1/embeddings`
+pub(crate) fn embeddings() -> Response {
+    let message = "this server has no embeddings: it serves a model that generates text";
+    let error = ApiError::new(Kind::NoRoute, message);
+    let status = axum::http::StatusCode::NOT_FOUND;
+    (status, axum::Json(error_body(&error))).into_response()
+}
+
+/// A line of a batch: the body of a request to `url` to the body of its response.
+pub(crate) async fn offline(
+    service: &Arc<Service>,
+    url: &str,
+    body: &Value,
+) -> Result<Value, ApiError> {
+    let fields = Fields::of(body)?;
+    let legacy = match url {
+        "/v1/chat/completions" => false,
+        "/v1/completions" => true,
+        other => {
+            let message = format!("{other} is no route of batches");
+            return Err(ApiError::new(Kind::NoRoute, message));
+        }
+    };
+    let request = match legacy {
+        true => completion_request(service, fields)?,
+        false => chat_request(service, fields)?,
+    };
+    let style = Style { stream: false, ..style(fields, legacy)? };
+    let answers = service.begin(&request)?;
+    let head = Head::new(service, &answers, legacy);
+    let prompt_tokens = answers.prompt_tokens;
+    let whole = answers.whole().await?;
+    Ok(head.whole(&whole, prompt_tokens, &style))
+}

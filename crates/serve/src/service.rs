@@ -1,0 +1,577 @@
+//! One kind of request in, one kind of event out: what all APIs share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use forebay_chat::{Answer, Delta, End, Format, Parsed, Tool};
+use forebay_engine::SamplerParams;
+use forebay_schedule::{Flow, Job, Listener, Outcome, Refusal, Scheduler, Token, Usage};
+use forebay_text::{ChatRequest, ChatTemplate, Piece, Prompt, Specials, Tokenizer, render_prompt};
+use serde_json::{Map, Value};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::error::{ApiError, Kind};
+use crate::fallback;
+use crate::grammar::{Grammars, Reasons, Shape};
+
+/// Texts longer than this many bytes per position of the context cannot fit and are not even encoded.
+const MAX_BYTES_PER_TOKEN: usize = 256;
+
+/// Sampling where a request says nothing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Defaults {
+    /// Temperature.
+    pub temperature: f32,
+    /// Nucleus.
+    pub top_p: f32,
+    /// Most likely tokens, 0 is all.
+    pub top_k: usize,
+    /// Least part of the largest probability.
+    pub min_p: f32,
+    /// Divides logits of recent tokens.
+    pub repeat_penalty: f32,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Defaults { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repeat_penalty: 1.0 }
+    }
+}
+
+/// What the model is, for those who ask.
+#[derive(Clone, Debug)]
+pub struct ModelInfo {
+    /// Name under which it is served.
+    pub name: String,
+    /// Family.
+    pub family: String,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// When its files were written, or the server began, in seconds since 1970.
+    pub created: u64,
+    /// Positions of a sequence.
+    pub context: usize,
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// Lines of the memory plan.
+    pub ledger: Vec<(&'static str, u64)>,
+}
+
+/// A model that answers.
+pub struct Service {
+    pub(crate) info: ModelInfo,
+    pub(crate) scheduler: Scheduler,
+    pub(crate) defaults: Defaults,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    format: Format,
+    /// Whether the template itself writes tools.
+    writes_tools: bool,
+    ends: Arc<[u32]>,
+    grammars: Grammars,
+    ids: AtomicU64,
+}
+
+/// What to go on from.
+#[derive(Clone, Debug)]
+pub(crate) enum Input {
+    /// A conversation.
+    Chat {
+        messages: Vec<Value>,
+        /// Further variables of the template.
+        kwargs: Map<String, Value>,
+    },
+    /// A text as it is.
+    Text(String),
+    /// Token ids as they are.
+    Ids(Vec<u32>),
+}
+
+/// Which tools must or may be called.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) enum ToolChoice {
+    #[default]
+    Auto,
+    None,
+    Required,
+    Named(String),
+}
+
+/// A request in nobody's shape.
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    pub input: Input,
+    /// Tools in OpenAI's form.
+    pub tools: Vec<Value>,
+    pub tool_choice: ToolChoice,
+    pub parallel_calls: bool,
+    pub shape: Option<Shape>,
+    pub max_tokens: Option<usize>,
+    pub sampling: SamplerParams,
+    pub stops: Vec<String>,
+    pub n: usize,
+    pub logprobs: Option<usize>,
+}
+
+/// A token with its log-probability, as text.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct TokenInfo {
+    pub text: String,
+    pub bytes: Vec<u8>,
+    pub logprob: f32,
+    pub top: Vec<(String, Vec<u8>, f32)>,
+}
+
+/// Something that happened to an answer.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    /// A token: text that is certain by now, and the token where log-probabilities are wanted.
+    Piece { deltas: Vec<Delta>, token: Option<TokenInfo> },
+    /// The end.
+    Done(Finished),
+    /// It failed.
+    Failed(ApiError),
+}
+
+/// How an answer ended.
+#[derive(Clone, Debug)]
+pub(crate) struct Finished {
+    /// `stop`, `length` or `tool_calls`.
+    pub reason: &'static str,
+    /// The stop string that was reached.
+    pub stop: Option<String>,
+    pub usage: Usage,
+}
+
+/// Answers on their way. Dropping it stops them.
+#[derive(Debug)]
+pub(crate) struct Answers {
+    pub id: String,
+    pub created: u64,
+    pub n: usize,
+    pub prompt_tokens: usize,
+    pub events: UnboundedReceiver<(usize, Event)>,
+}
+
+/// A whole answer.
+#[derive(Clone, Debug)]
+pub(crate) struct Whole {
+    pub parsed: Parsed,
+    pub tokens: Vec<TokenInfo>,
+    pub finished: Finished,
+}
+
+impl Answers {
+    /// Waits for all of them.
+    pub async fn whole(mut self) -> Result<Vec<Whole>, ApiError> {
+        let mut parsed = vec![Parsed::default(); self.n];
+        let mut tokens = vec![Vec::new(); self.n];
+        let mut finished = vec![None; self.n];
+        while let Some((index, event)) = self.events.recv().await {
+            match event {
+                Event::Piece { deltas, token } => {
+                    deltas.into_iter().for_each(|delta| parsed[index].add(delta));
+                    tokens[index].extend(token);
+                }
+                Event::Done(done) => finished[index] = Some(done),
+                Event::Failed(error) => return Err(error),
+            }
+        }
+        let all = parsed.into_iter().zip(tokens).zip(finished);
+        all.map(|((mut parsed, tokens), finished)| {
+            let gone = || ApiError::new(Kind::Internal, "the engine is gone");
+            let finished = finished.ok_or_else(gone)?;
+            parsed.finish_reason = finished.reason;
+            Ok(Whole { parsed, tokens, finished })
+        })
+        .collect()
+    }
+}
+
+impl Service {
+    /// A service over a scheduler whose engine has this model.
+    pub fn new(
+        info: ModelInfo,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        template: Option<ChatTemplate>,
+        ends: Vec<u32>,
+        defaults: Defaults,
+    ) -> Service {
+        let source = template.as_ref().map_or("", |t| t.source());
+        let ends: Arc<[u32]> = ends.into();
+        Service {
+            format: Format::of_template(source),
+            writes_tools: source.contains("tools"),
+            grammars: Grammars::new(tokenizer.clone(), ends.clone(), info.vocab),
+            info,
+            scheduler,
+            defaults,
+            tokenizer,
+            template,
+            ends,
+            ids: AtomicU64::new(0),
+        }
+    }
+
+    /// The scheduler.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// Sampling where a request says nothing.
+    pub fn sampling_defaults(&self) -> &Defaults {
+        &self.defaults
+    }
+
+    /// Sampling of a request that says nothing, with a seed of its own.
+    pub(crate) fn sampling(&self) -> SamplerParams {
+        let d = &self.defaults;
+        SamplerParams {
+            temperature: d.temperature,
+            top_p: d.top_p,
+            top_k: d.top_k,
+            min_p: d.min_p,
+            repeat_penalty: d.repeat_penalty,
+            seed: fresh_seed(self.ids.fetch_add(1, Ordering::Relaxed)),
+            ..SamplerParams::default()
+        }
+    }
+
+    /// Refuses another model's name.
+    pub(crate) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
+        let own = &self.info.name;
+        match name {
+            // Some clients append a tag.
+            Some(name) if name != own && name.strip_suffix(":latest") != Some(own) => {
+                let message = format!("the model `{name}` is not served here; there is `{own}`");
+                Err(ApiError { kind: Kind::NoModel, message, param: Some("model".into()) })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Tokens that a prompt takes.
+    pub(crate) fn count(&self, request: &Request) -> Result<usize, ApiError> {
+        Ok(self.prepare(request)?.ids.len())
+    }
+
+    /// Begins to answer.
+    pub(crate) fn begin(&self, request: &Request) -> Result<Answers, ApiError> {
+        let prepared = self.prepare(request)?;
+        let prompt_tokens = prepared.ids.len();
+        if prompt_tokens >= self.info.context {
+            return Err(self.too_long(prompt_tokens, ""));
+        }
+        let shape = self.shape(request, &prepared.tools)?;
+        let ids: Arc<[u32]> = prepared.ids.into();
+        let (send, events) = unbounded_channel();
+        let mut jobs = Vec::with_capacity(request.n);
+        for index in 0..request.n {
+            let constraint = match &shape {
+                None => None,
+                Some(shape) => {
+                    Some(self.grammars.constraint(shape, prepared.format, prepared.reasons)?)
+                }
+            };
+            let sampling = SamplerParams {
+                seed: request.sampling.seed.wrapping_add(index as u64),
+                ..request.sampling.clone()
+            };
+            jobs.push(Job {
+                prompt: ids.clone(),
+                max_tokens: request.max_tokens.unwrap_or(usize::MAX),
+                ends: self.ends.clone(),
+                sampling,
+                logprobs: request.logprobs,
+                checkpoints: prepared.checkpoints.clone(),
+                constraint,
+                listener: Box::new(Ear {
+                    index,
+                    answer: Answer::new(
+                        &self.tokenizer,
+                        prepared.format,
+                        &prepared.tools,
+                        &prepared.tail,
+                        &request.stops,
+                    ),
+                    stops: request.stops.clone(),
+                    wants_tokens: request.logprobs.is_some(),
+                    tokenizer: self.tokenizer.clone(),
+                    send: send.clone(),
+                }),
+            });
+        }
+        self.scheduler.submit_all(jobs).map_err(|refusal| match refusal {
+            Refusal::QueueFull => {
+                ApiError::new(Kind::Busy, "as many requests wait as may; try again in a moment")
+            }
+            Refusal::Closed => ApiError::new(Kind::Closing, "the server is shutting down"),
+        })?;
+        let number = self.ids.fetch_add(1, Ordering::Relaxed);
+        let id = format!("{:016x}{number:08x}", fresh_seed(number));
+        Ok(Answers { id, created: now(), n: request.n, prompt_tokens, events })
+    }
+
+    /// The shape that an answer must have, tools included.
+    fn shape(&self, request: &Request, tools: &[Tool]) -> Result<Option<Shape>, ApiError> {
+        let many = request.parallel_calls;
+        let wrong = |what: &str| ApiError::field("tool_choice", what);
+        match &request.tool_choice {
+            ToolChoice::Auto | ToolChoice::None => Ok(request.shape.clone()),
+            ToolChoice::Required if tools.is_empty() => {
+                Err(wrong("there are no tools to choose from"))
+            }
+            ToolChoice::Required => Ok(Some(Shape::Call { tools: tools.to_vec(), many })),
+            ToolChoice::Named(name) => {
+                let tool = tools.iter().find(|tool| tool.name == *name);
+                let tool = tool.ok_or_else(|| wrong(&format!("there is no tool `{name}`")))?;
+                Ok(Some(Shape::Call { tools: vec![tool.clone()], many: false }))
+            }
+        }
+    }
+
+    fn too_long(&self, tokens: usize, least: &str) -> ApiError {
+        let context = self.info.context;
+        let message = format!(
+            "the prompt has {least}{tokens} tokens and the context holds {context}: shorten it, or serve with a \
+             longer --context"
+        );
+        ApiError { kind: Kind::ContextLength, message, param: Some("messages".into()) }
+    }
+
+    /// A text of that size cannot fit: encoding it would take memory that the plan does not have.
+    fn check_size(&self, bytes: usize) -> Result<(), ApiError> {
+        match bytes / MAX_BYTES_PER_TOKEN >= self.info.context {
+            true => Err(self.too_long(bytes / MAX_BYTES_PER_TOKEN, "at least ")),
+            false => Ok(()),
+        }
+    }
+
+    fn prepare(&self, request: &Request) -> Result<Prepared, ApiError> {
+        let plain = |ids| Prepared {
+            ids,
+            format: Format::Plain,
+            tools: Vec::new(),
+            tail: String::new(),
+            checkpoints: Vec::new(),
+            reasons: Reasons::Not,
+        };
+        match &request.input {
+            Input::Ids(ids) => {
+                let vocab = self.info.vocab;
+                match ids.iter().find(|&&id| id as usize >= vocab) {
+                    Some(id) => Err(ApiError::field(
+                        "prompt",
+                        format_args!("token id {id} is outside of the vocabulary of {vocab}"),
+                    )),
+                    None if ids.is_empty() => Err(ApiError::field("prompt", "must not be empty")),
+                    None => Ok(plain(ids.clone())),
+                }
+            }
+            Input::Text(text) => {
+                self.check_size(text.len())?;
+                let ids = self.tokenizer.encode_prompt(text, Specials::Ignore)?;
+                match ids.is_empty() {
+                    true => Err(ApiError::field("prompt", "must not be empty")),
+                    false => Ok(plain(ids)),
+                }
+            }
+            Input::Chat { messages, kwargs } => self.prepare_chat(request, messages, kwargs),
+        }
+    }
+
+    fn prepare_chat(
+        &self,
+        request: &Request,
+        messages: &[Value],
+        kwargs: &Map<String, Value>,
+    ) -> Result<Prepared, ApiError> {
+        let template = self.template.as_ref().ok_or_else(|| {
+            let message =
+                "the model has no chat template: use a completions route, with a raw prompt";
+            ApiError::new(Kind::Invalid, message)
+        })?;
+        if messages.is_empty() {
+            return Err(ApiError::field("messages", "must not be empty"));
+        }
+        let bytes = messages.iter().chain(&request.tools).map(|m| m.to_string().len()).sum();
+        self.check_size(bytes)?;
+        let offered = match request.tool_choice {
+            ToolChoice::None => &[],
+            _ => request.tools.as_slice(),
+        };
+        let tools: Vec<Tool> = offered.iter().filter_map(Tool::from_json).collect();
+        let (messages, templated, format) = if self.writes_tools {
+            let templated = (!offered.is_empty()).then(|| offered.to_vec());
+            (messages.to_vec(), templated, self.format)
+        } else {
+            let format = match self.format {
+                Format::Plain if !tools.is_empty() => Format::Qwen3Json,
+                own => own,
+            };
+            // Parts are judged before they are turned into text.
+            ChatRequest { messages: messages.to_vec(), ..ChatRequest::default() }
+                .check()
+                .map_err(ApiError::from)?;
+            (fallback::messages(messages, &tools), None, format)
+        };
+        let chat = ChatRequest {
+            messages,
+            tools: templated,
+            kwargs: kwargs.clone(),
+            ..ChatRequest::default()
+        };
+        let render = |request: &ChatRequest| render_prompt(template, &self.tokenizer, request);
+        let prompt = render(&chat)?;
+        // What the template wrote to open the answer, and where others will part from this prompt: before it,
+        // and before the last message.
+        let mut tail = last_text(&prompt);
+        let mut checkpoints = Vec::new();
+        let mut shorter = ChatRequest { add_generation_prompt: false, ..chat };
+        if let Ok(history) = render(&shorter) {
+            checkpoints.push(common(&prompt.ids, &history.ids));
+            if let Some(written) = prompt.text().strip_prefix(&history.text()) {
+                tail = written.to_owned();
+            }
+        }
+        if shorter.messages.len() > 1 {
+            shorter.messages.pop();
+            checkpoints.extend(render(&shorter).ok().map(|h| common(&prompt.ids, &h.ids)));
+        }
+        Ok(Prepared {
+            reasons: reasons(&tail, template.source()),
+            ids: prompt.ids,
+            format,
+            tools,
+            tail,
+            checkpoints,
+        })
+    }
+}
+
+/// A request as the engine needs it.
+struct Prepared {
+    ids: Vec<u32>,
+    format: Format,
+    tools: Vec<Tool>,
+    tail: String,
+    checkpoints: Vec<usize>,
+    reasons: Reasons,
+}
+
+/// Length of the common beginning.
+fn common(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+/// Text from the last but one marker on: the header of the answer, where the template cannot tell.
+fn last_text(prompt: &Prompt) -> String {
+    let markers = prompt.pieces.iter().enumerate();
+    let markers = markers.filter(|(_, piece)| matches!(piece, Piece::Marker { .. }));
+    let at = markers.map(|(at, _)| at).next_back().unwrap_or(prompt.pieces.len());
+    let pieces = prompt.pieces[at..].to_vec();
+    Prompt { pieces, ids: Vec::new() }.text()
+}
+
+/// What a prompt's end says about reasoning.
+fn reasons(tail: &str, template: &str) -> Reasons {
+    const OPENERS: [&str; 3] = ["<think>", "<|channel>", "[THINK]"];
+    let last = |words: &[&str]| words.iter().filter_map(|word| tail.rfind(word)).max();
+    let open = last(&OPENERS);
+    let close = last(&["</think>", "<channel|>", "[/THINK]"]);
+    match (open, close) {
+        (Some(open), Some(close)) if open < close => Reasons::Not,
+        (Some(_), _) => Reasons::Inside,
+        (None, Some(_)) => Reasons::Not,
+        // A template that never writes reasoning is of a model that was never shown any.
+        (None, None) if !OPENERS.iter().any(|word| template.contains(word)) => Reasons::Not,
+        (None, None) => Reasons::May,
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+fn fresh_seed(number: u64) -> u64 {
+    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    (nanos ^ number.rotate_left(40)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// Hears of one answer on the engine's thread and sends events.
+struct Ear {
+    index: usize,
+    answer: Answer,
+    stops: Vec<String>,
+    wants_tokens: bool,
+    tokenizer: Tokenizer,
+    send: UnboundedSender<(usize, Event)>,
+}
+
+impl Ear {
+    fn info(&self, token: &Token) -> TokenInfo {
+        let text = |id: u32| {
+            let bytes = self.tokenizer.token_bytes(id);
+            (String::from_utf8_lossy(&bytes).into_owned(), bytes)
+        };
+        let (own, bytes) = text(token.id);
+        let top = token.top.iter().map(|&(id, logprob)| {
+            let (text, bytes) = text(id);
+            (text, bytes, logprob)
+        });
+        TokenInfo { text: own, bytes, logprob: token.logprob, top: top.collect() }
+    }
+}
+
+impl Listener for Ear {
+    fn token(&mut self, token: &Token) -> Flow {
+        if token.is_end {
+            return Flow::Stop;
+        }
+        let deltas = self.answer.push(token.id);
+        let info = self.wants_tokens.then(|| self.info(token));
+        if !deltas.is_empty() || info.is_some() {
+            // Who does not listen any more is noticed before the next step.
+            let _ = self.send.send((self.index, Event::Piece { deltas, token: info }));
+        }
+        match self.answer.parser().stopped() {
+            Some(_) => Flow::Stop,
+            None => Flow::Continue,
+        }
+    }
+
+    fn done(mut self: Box<Self>, outcome: Outcome, usage: Usage) {
+        let end = match outcome {
+            Outcome::Stop => End::Eos,
+            Outcome::Length => End::Length,
+            Outcome::Gone => return,
+            Outcome::Failed(message) => {
+                let kind = match message.contains("shutting down") {
+                    true => Kind::Closing,
+                    false => Kind::Internal,
+                };
+                let failed = Event::Failed(ApiError::new(kind, message));
+                let _ = self.send.send((self.index, failed));
+                return;
+            }
+        };
+        let deltas = self.answer.finish(end);
+        if !deltas.is_empty() {
+            let _ = self.send.send((self.index, Event::Piece { deltas, token: None }));
+        }
+        let parser = self.answer.parser();
+        let finished = Finished {
+            reason: parser.finish_reason(end),
+            stop: parser.stopped().map(|at| self.stops[at].clone()),
+            usage,
+        };
+        let _ = self.send.send((self.index, Event::Done(finished)));
+    }
+
+    fn is_gone(&self) -> bool {
+        self.send.is_closed()
+    }
+}
