@@ -151,7 +151,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     // Whole lines first, so that the search is made of vector operations.
     let mut best = (0, f32::NEG_INFINITY);
     for (i, line) in logits.chunks(LINE).enumerate() {
-        let max = line.iter().fold(f32::NEG_INFINITY, |m, l| if *l > m { *l } else { m });
+        let max = largest(line);
         if max > best.1 {
             best = (i * LINE, max);
         }
@@ -160,23 +160,27 @@ pub fn argmax(logits: &[f32]) -> u32 {
     (best.0 + line.iter().position(|l| *l == best.1).unwrap_or(0)) as u32
 }
 
+/// The largest, NaN passed over.
+fn largest(logits: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    for part in logits.chunks(16) {
+        for (max, l) in lanes.iter_mut().zip(part) {
+            *max = if *l > *max { *l } else { *max };
+        }
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
+}
+
 /// Logits that are looked at together.
 const LINE: usize = 1024;
 
 /// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
 pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
-    let mut lanes = [f32::NEG_INFINITY; 16];
-    let mut nan = false;
-    for part in logits.chunks(16) {
-        for (max, l) in lanes.iter_mut().zip(part) {
-            nan |= l.is_nan();
-            *max = if *l > *max { *l } else { *max };
-        }
-    }
-    if nan {
+    // Without an early end: a vector operation per eight or sixteen.
+    if logits.iter().fold(false, |nan, l| nan | l.is_nan()) {
         return None;
     }
-    let max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let max = largest(logits);
     if !max.is_finite() {
         return None;
     }
@@ -185,7 +189,8 @@ pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
     for logits in logits.chunks(LINE) {
         let line = &mut line[..logits.len()];
         for (to, l) in line.iter_mut().zip(logits) {
-            *to = l - max;
+            // What is smaller adds nothing, and subnormal numbers are slow.
+            *to = if l - max < -80.0 { -80.0 } else { l - max };
         }
         exp_slice(level, line);
         let mut sums = [0.0f64; 8];
