@@ -653,7 +653,7 @@ impl Run<'_> {
         let parts = self.buffer(moe.out);
         match (packed, few) {
             (true, true) => {
-                let outs = 2 * (8 / moe.top_k);
+                let outs = 4 * (8 / moe.top_k);
                 let args = ExpertDownArgs {
                     down: down.args,
                     acts: self.acts(&hidden),

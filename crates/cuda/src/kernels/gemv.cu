@@ -188,15 +188,21 @@ struct ExpertUpArgs {
 template <int W, int K>
 D void expert_rows(const ExpertUpArgs& a, u32 pair, float* hidden) {
     u32 first = pair / a.top_k, base = a.ids[pair] * a.inter;
-    for (u32 k = threadIdx.x / 32; k < 32; k += 8) {
-        u32 i = blockIdx.x * 32 + k, row = base + (i < a.inter ? i : a.inter - 1);
-        Batch<W, K> gates, ups;
-        load_batch<W, K>(a.gate, row, threadIdx.x & 31, gates);
-        load_batch<W, K>(a.up, row, threadIdx.x & 31, ups);
+    u32 t = threadIdx.x & 31, k = threadIdx.x / 32, most = a.inter - 1;
+    Batch<W, K> gates, ups;
+    u32 row = blockIdx.x * 32 + k;
+    load_batch<W, K>(a.gate, base + (row < most ? row : most), t, gates);
+    load_batch<W, K>(a.up, base + (row < most ? row : most), t, ups);
+    for (; k < 32; k += 8) {
+        // Weights of the next row are on their way while this one is computed.
+        u32 i = blockIdx.x * 32 + k, next = i + 8 < most ? i + 8 : most;
+        row = base + (i < most ? i : most);
         float g[1], u[1];
         dot_rows<W, K, 1>(a.gate, row, gates, a.acts, first, 1, g);
+        if (k + 8 < 32) load_batch<W, K>(a.gate, base + next, t, gates);
         dot_rows<W, K, 1>(a.up, row, ups, a.acts, first, 1, u);
-        if ((threadIdx.x & 31) == 0) {
+        if (k + 8 < 32) load_batch<W, K>(a.up, base + next, t, ups);
+        if (t == 0) {
             float x = a.gate_bias ? g[0] + a.gate_bias[row] : g[0];
             float y = a.up_bias ? u[0] + a.up_bias[row] : u[0];
             float h = glu_(a.activation, a.alpha, a.limit, x, y);
@@ -229,35 +235,45 @@ struct ExpertDownArgs {
     u32 d, top_k, add, variant;
 };
 
-// Two outputs of one expert, the weights of both under way at once.
+// Outputs of one expert, one after the other; weights of the next are on their way while one is computed.
 template <int W, int K>
-D void down_dots(const ExpertDownArgs& a, u32 at, u32 n, u32 pair, float out[2]) {
+D void down_dots(const ExpertDownArgs& a, u32 at, u32 n, u32 pair, float* out, const float* bias) {
+    u32 t = threadIdx.x & 31;
     Batch<W, K> p, q;
-    load_batch<W, K>(a.down, at, threadIdx.x & 31, p);
-    load_batch<W, K>(a.down, at + n - 1, threadIdx.x & 31, q);
-    dot_rows<W, K, 1>(a.down, at, p, a.acts, pair, 1, out);
-    dot_rows<W, K, 1>(a.down, at + n - 1, q, a.acts, pair, 1, out + 1);
+    load_batch<W, K>(a.down, at, t, p);
+    load_batch<W, K>(a.down, at + (n > 1 ? 1 : 0), t, q);
+    float y[1];
+    for (u32 k = 0; k < n; k += 2) {
+        dot_rows<W, K, 1>(a.down, at + k, p, a.acts, pair, 1, y);
+        if (k + 2 < n) load_batch<W, K>(a.down, at + k + 2, t, p);
+        if (t == 0) out[k] = bias ? y[0] + bias[k] : y[0];
+        if (k + 1 >= n) break;
+        dot_rows<W, K, 1>(a.down, at + k + 1, q, a.acts, pair, 1, y);
+        if (k + 3 < n) load_batch<W, K>(a.down, at + k + 3, t, q);
+        if (t == 0) out[k + 1] = bias ? y[0] + bias[k + 1] : y[0];
+    }
 }
 
-// Block (16 / top_k outputs, row): the chosen experts' outputs, two to a warp, summed in rank order.
+// Outputs of a warp.
+#define DOWN 4
+
+// Block (DOWN * 8 / top_k outputs, row): the chosen experts' outputs, summed in rank order.
 KERNEL(expert_down, ExpertDownArgs, 256, 2) {
-    __shared__ float part[16];
-    u32 outs = 8 / a.top_k, warp = threadIdx.x / 32;
-    u32 rank = warp / outs, row = blockIdx.y, within = 2 * (warp % outs), o = blockIdx.x * 2 * outs + within;
+    __shared__ float part[8 * DOWN];
+    u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, outs = DOWN * groups;
+    u32 rank = warp / groups, row = blockIdx.y, within = DOWN * (warp % groups), o = blockIdx.x * outs + within;
     let_next_start();
     wait_for_inputs();
     if (rank < a.top_k && o < a.d) {
-        u32 pair = row * a.top_k + rank, at = a.ids[pair] * a.d + o, n = o + 1 < a.d ? 2 : 1;
-        float y[2];
-        FOR_VARIANT(a.variant, (down_dots<W, K>(a, at, n, pair, y)))
-        if ((threadIdx.x & 31) == 0)
-            for (u32 k = 0; k < n; k++) part[2 * outs * rank + within + k] = a.bias ? y[k] + a.bias[at + k] : y[k];
+        u32 pair = row * a.top_k + rank, at = a.ids[pair] * a.d + o, n = a.d - o < DOWN ? a.d - o : DOWN;
+        float* out = part + outs * rank + within;
+        FOR_VARIANT(a.variant, (down_dots<W, K>(a, at, n, pair, out, a.bias ? a.bias + at : a.bias)))
     }
     block_barrier();
-    u32 mine = blockIdx.x * 2 * outs + threadIdx.x;
-    if (threadIdx.x >= 2 * outs || mine >= a.d) return;
+    u32 mine = blockIdx.x * outs + threadIdx.x;
+    if (threadIdx.x >= outs || mine >= a.d) return;
     float sum = 0.0f;
-    for (u32 k = 0; k < a.top_k; k++) sum = fma_(a.weights[row * a.top_k + k], part[k * 2 * outs + threadIdx.x], sum);
+    for (u32 k = 0; k < a.top_k; k++) sum = fma_(a.weights[row * a.top_k + k], part[k * outs + threadIdx.x], sum);
     float* out = a.out + (u64)row * a.d + mine;
     *out = a.add ? *out + sum : sum;
 }
