@@ -180,7 +180,7 @@ impl Layout {
     }
 
     fn row_codes(&self, m: &MatrixView<'_>, row: usize, codes: &mut [u8], high: &mut [u8]) {
-        // Formats whose 16 bytes of nibbles are already ours: (bytes before, bytes of a block).
+        // Formats whose nibbles need no look at their codes: (bytes before, bytes of a block).
         let nibbles = match m.format() {
             Format::Mxfp4 => Some((1, 17)),
             Format::Q4_0 | Format::Iq4Nl => Some((2, 18)),
@@ -189,7 +189,11 @@ impl Layout {
         };
         if let Some((skip, size)) = nibbles {
             for (from, to) in m.row(0, row).chunks_exact(size).zip(codes.chunks_exact_mut(16)) {
-                to.copy_from_slice(&from[skip..]);
+                let from: &[u8; 16] = from[skip..].try_into().expect("32 nibbles");
+                match self.width {
+                    Width::FourTable => to.copy_from_slice(&sequential(from)),
+                    _ => to.copy_from_slice(from),
+                }
             }
             return;
         }
@@ -216,10 +220,14 @@ impl Layout {
                             *to = c[16 * half + 4 * t + k] ^ 0x80;
                         }
                     }
-                    _ => {
-                        for (i, to) in codes[16 * at..][..16].iter_mut().enumerate() {
-                            let (x, y) = (index[c[i] as usize], index[c[16 + i] as usize]);
-                            *to = (x & 15) | y << 4;
+                    width => {
+                        let halves: [u8; 16] = std::array::from_fn(|i| {
+                            (index[c[i] as usize] & 15) | index[c[16 + i] as usize] << 4
+                        });
+                        let to = &mut codes[16 * at..][..16];
+                        match width {
+                            Width::FourTable => to.copy_from_slice(&sequential(&halves)),
+                            _ => to.copy_from_slice(&halves),
                         }
                     }
                 }
@@ -245,6 +253,18 @@ impl Layout {
             _ => code as u8,
         })
     }
+}
+
+/// From bytes that hold elements `i` and `i + 16` to dwords that hold `4 t .. 4 t + 4` and `16 + 4 t ..`.
+fn sequential(halves: &[u8; 16]) -> [u8; 16] {
+    let mut out = [0; 16];
+    for (from, to) in halves.chunks_exact(4).zip(out.chunks_exact_mut(4)) {
+        to[0] = (from[0] & 15) | (from[1] & 15) << 4;
+        to[1] = (from[2] & 15) | (from[3] & 15) << 4;
+        to[2] = from[0] >> 4 | (from[1] & 0xf0);
+        to[3] = from[2] >> 4 | (from[3] & 0xf0);
+    }
+    out
 }
 
 /// The scales of one row.

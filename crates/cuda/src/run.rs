@@ -336,15 +336,10 @@ impl Run<'_> {
         let mut blocks = 0;
         for (to, job) in args.jobs.iter_mut().zip(jobs) {
             *to = GemvJob { first_block: blocks, ..*job };
-            blocks += job.w.rows.div_ceil(16);
+            blocks += job.w.rows.div_ceil(8);
         }
-        let (kernel, staged) = match rows {
-            1 => (Kernel::Gemv1, 1),
-            2 => (Kernel::Gemv2, 2),
-            _ => (Kernel::Gemv4, 4),
-        };
-        let shared = staged * staged_bytes(jobs[0].w.cols as usize);
-        self.launch(kernel, [blocks as usize, 1, 1], 128, shared, args)
+        let (kernel, together) = if rows == 1 { (Kernel::Gemv1, 1) } else { (Kernel::Gemv2, 2) };
+        self.launch(kernel, [blocks as usize, rows.div_ceil(together), 1], 256, 0, args)
     }
 
     fn gemm(&self, args: GemmArgs, tiles: usize) -> Result<(), CudaError> {
@@ -425,7 +420,7 @@ impl Run<'_> {
             )));
         }
         let group = op.n_heads / layer.n_kv_heads;
-        let shared = 4 * (group * (dim + 32) + 64 * dim);
+        let shared = 4 * group * (dim + 32) + 64 * dim * self.shape.kv_type.bytes();
         if self.rows <= FEW_ROWS && shared <= self.driver.info().shared_bytes as usize {
             let grid = [blocks, layer.n_kv_heads, self.rows];
             self.launch(Kernel::AttendBlocks, grid, 256, shared, args)?;
@@ -439,7 +434,13 @@ impl Run<'_> {
             args.gate = gate.map_or(0, |g| self.buffer(g));
             let grid = [op.n_heads, self.rows, 1];
             let threads = dim.next_multiple_of(32);
-            self.launch(Kernel::AttendMerge, grid, threads, 3 * 4 * blocks, args)?;
+            self.launch(
+                Kernel::AttendMerge,
+                grid,
+                threads,
+                4 * 4 * blocks.next_multiple_of(16),
+                args,
+            )?;
             return match (pack, packs_here) {
                 (Some(p), false) => self.pack(op.dst, p),
                 _ => Ok(()),
@@ -570,7 +571,7 @@ impl Run<'_> {
         let (d, inner) = (moe.hidden_size, moe.intermediate);
         let [gate, up, down] = &self.map.experts[id.0];
         let biases = self.map.expert_biases[id.0];
-        let few = self.rows <= FEW_ROWS && moe.top_k <= 32;
+        let few = self.rows <= FEW_ROWS && moe.top_k <= 8;
         let (kind, alpha, limit) = kind_of(moe.activation)?;
         let packed = moe.hidden_order.is_some();
         let hidden =
@@ -614,13 +615,7 @@ impl Run<'_> {
                     true => (args.codes, args.meta) = (hidden.codes, hidden.meta),
                     false => args.hidden = self.map.gate,
                 }
-                self.launch(
-                    Kernel::ExpertUp,
-                    [inner.div_ceil(32), pairs, 1],
-                    512,
-                    staged_bytes(d),
-                    args,
-                )?;
+                self.launch(Kernel::ExpertUp, [inner.div_ceil(32), pairs, 1], 256, 0, args)?;
             }
             Operand::Packed(p) => {
                 let acts = self.acts(&self.map.packs[p.0]);
@@ -658,7 +653,7 @@ impl Run<'_> {
         let parts = self.buffer(moe.out);
         match (packed, few) {
             (true, true) => {
-                let outs = 32 / moe.top_k;
+                let outs = 4 * (8 / moe.top_k);
                 let args = ExpertDownArgs {
                     down: down.args,
                     acts: self.acts(&hidden),
@@ -675,7 +670,7 @@ impl Run<'_> {
                     Kernel::ExpertDown,
                     [d.div_ceil(outs), self.rows, 1],
                     256,
-                    moe.top_k * staged_bytes(inner),
+                    0,
                     args,
                 );
             }
@@ -738,11 +733,6 @@ impl Run<'_> {
         };
         self.gemm(args, tiles)
     }
-}
-
-/// Bytes of a packed row in shared memory: codes, and 16 bytes per block.
-fn staged_bytes(cols: usize) -> usize {
-    cols + cols / 2
 }
 
 fn kind_of(a: forebay_models::Activation) -> Result<(u32, f32, f32), CudaError> {

@@ -204,10 +204,16 @@ impl Case {
                             variant: placed.variant,
                             ..Default::default()
                         };
-                        let kernel =
-                            [Kernel::Gemv1, Kernel::Gemv2, Kernel::Gemv4, Kernel::Gemv4][rows - 1];
-                        let shared = 4 * (self.cols + self.cols / 2);
-                        launch(d, kernel, [self.rows.div_ceil(16), 1, 1], 128, shared, args)?;
+                        let (kernel, n) =
+                            if rows == 1 { (Kernel::Gemv1, 1) } else { (Kernel::Gemv2, 2) };
+                        launch(
+                            d,
+                            kernel,
+                            [self.rows.div_ceil(8), rows.div_ceil(n), 1],
+                            256,
+                            0,
+                            args,
+                        )?;
                     }
                 }
                 let want = self.expected(&x, rows, |r, x| dot_q8(&view, r, x));

@@ -62,6 +62,13 @@ pub struct Choice {
     pub logprob: f32,
 }
 
+impl SamplerParams {
+    /// Whether every token can be drawn.
+    fn draws_from_all(&self) -> bool {
+        self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
+    }
+}
+
 impl Sampler {
     /// A sampler.
     pub fn new(params: SamplerParams) -> Sampler {
@@ -77,6 +84,8 @@ impl Sampler {
             && (p.repeat_penalty != 1.0 || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0);
         let token = if p.temperature <= 0.0 && !penalised {
             argmax(logits)
+        } else if !penalised && p.draws_from_all() {
+            draw_from_all(logits, raw_max, p, position)
         } else {
             self.candidates.clear();
             self.candidates.extend(logits.iter().enumerate().map(|(i, &l)| (i as u32, l)));
@@ -151,7 +160,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     // Whole lines first, so that the search is made of vector operations.
     let mut best = (0, f32::NEG_INFINITY);
     for (i, line) in logits.chunks(LINE).enumerate() {
-        let max = line.iter().fold(f32::NEG_INFINITY, |m, l| if *l > m { *l } else { m });
+        let max = largest(line);
         if max > best.1 {
             best = (i * LINE, max);
         }
@@ -163,40 +172,83 @@ pub fn argmax(logits: &[f32]) -> u32 {
 /// Logits that are looked at together.
 const LINE: usize = 1024;
 
-/// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
-pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
+/// The largest; NaN is passed over.
+fn largest(logits: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
-    let mut nan = false;
-    for part in logits.chunks(16) {
-        for (max, l) in lanes.iter_mut().zip(part) {
-            nan |= l.is_nan();
-            *max = if *l > *max { *l } else { *max };
+    let (parts, rest) = logits.as_chunks::<16>();
+    for part in parts {
+        for i in 0..16 {
+            lanes[i] = if part[i] > lanes[i] { part[i] } else { lanes[i] };
         }
     }
-    if nan {
-        return None;
-    }
-    let max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    if !max.is_finite() {
-        return None;
-    }
-    // Exponentials in f32, some thousand of f64 ones cost more than a GPU's whole step; sums in f64.
-    let (level, mut line, mut sum) = (Level::best(), [0.0f32; LINE], 0.0f64);
-    for logits in logits.chunks(LINE) {
+    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, l| if *l > max { *l } else { max })
+}
+
+/// Calls `f(line, exponentials, their sum)` for every line of logits, with `exp((l - max) * inv_t)`.
+///
+/// In f32: a vocabulary of f64 exponentials takes as long as a GPU's whole step. What is below e^-80 is taken as that:
+/// it adds nothing, and subnormal numbers are slow. Sums are f64.
+fn exponentials(logits: &[f32], max: f32, inv_t: f32, mut f: impl FnMut(usize, &[f32], f64)) {
+    let level = Level::best();
+    let mut line = [0.0f32; LINE];
+    for (i, logits) in logits.chunks(LINE).enumerate() {
         let line = &mut line[..logits.len()];
         for (to, l) in line.iter_mut().zip(logits) {
-            *to = l - max;
+            let x = (l - max) * inv_t;
+            *to = if x < -80.0 { -80.0 } else { x };
         }
         exp_slice(level, line);
         let mut sums = [0.0f64; 8];
-        for part in line.chunks(8) {
-            for (sum, e) in sums.iter_mut().zip(part) {
-                *sum += *e as f64;
+        let (parts, rest) = line.as_chunks::<8>();
+        for part in parts {
+            for i in 0..8 {
+                sums[i] += part[i] as f64;
             }
         }
-        sum += sums.iter().sum::<f64>();
+        let rest: f64 = rest.iter().map(|e| *e as f64).sum();
+        f(i, line, sums.iter().sum::<f64>() + rest);
     }
-    Some((max, sum.ln()))
+}
+
+/// Draws where nothing is cut: the line first, then the token in it.
+fn draw_from_all(logits: &[f32], max: f32, p: &SamplerParams, position: u64) -> u32 {
+    let inv_t = 1.0 / p.temperature;
+    let mut sums = Vec::with_capacity(logits.len().div_ceil(LINE));
+    exponentials(logits, max, inv_t, |_, _, sum| sums.push(sum));
+    let mut left = uniform(p.seed, position, 0) * sums.iter().sum::<f64>();
+    let mut at = 0;
+    while at + 1 < sums.len() && left >= sums[at] {
+        left -= sums[at];
+        at += 1;
+    }
+    let start = at * LINE;
+    let line = &logits[start..logits.len().min(start + LINE)];
+    let mut chosen = line.len() - 1;
+    exponentials(line, max, inv_t, |_, weights, _| {
+        for (i, w) in weights.iter().enumerate() {
+            left -= *w as f64;
+            if left < 0.0 {
+                chosen = i;
+                break;
+            }
+        }
+    });
+    (start + chosen) as u32
+}
+
+/// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
+pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
+    // Without an early end, which would keep the compiler from vectors.
+    if logits.iter().fold(false, |nan, l| nan | l.is_nan()) {
+        return None;
+    }
+    let max = largest(logits);
+    if !max.is_finite() {
+        return None;
+    }
+    let mut total = 0.0;
+    exponentials(logits, max, 1.0, |_, _, sum| total += sum);
+    Some((max, total.ln()))
 }
 
 /// A number in `[0, 1)` from a counter: two rounds of the SplitMix64 finaliser (Steele et al. 2014) over

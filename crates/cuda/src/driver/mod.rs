@@ -65,7 +65,6 @@ macro_rules! kernels {
 kernels! {
     Gemv1 = "gemv_1": GemvArgs,
     Gemv2 = "gemv_2": GemvArgs,
-    Gemv4 = "gemv_4": GemvArgs,
     ExpertUp = "expert_up": ExpertUpArgs,
     ExpertDown = "expert_down": ExpertDownArgs,
     Gemm = "gemm": GemmArgs,

@@ -54,30 +54,36 @@ D void widen(const u8* from, float* to, u32 n, u32 kv_type, u32 threads) {
     }
 }
 
-// Block (block of positions from the first visible one, kv head, row). Keys and values of the block wait in shared
-// memory; 16 | dim.
-KERNEL(attend_blocks, AttendArgs, 256, 1) {
-    DYNAMIC_SHARED(shared);
+D void copy_16(const u8* from, u8* to, u32 bytes, u32 threads) {
+    for (u32 i = threadIdx.x; i < bytes / 16; i += threads) ((uint4*)to)[i] = ((const uint4*)from)[i];
+}
+
+template <int TYPE>
+D float kv_at(const u8* p, u32 i) {
+    if (TYPE == 1) return half_to_float(((const u16*)p)[i]);
+    if (TYPE == 0) return ((const float*)p)[i];
+    return (float)((const i8*)p)[i];
+}
+
+template <int TYPE>
+D void blocks_body(const AttendArgs& a, u8* shared) {
+    constexpr u32 SIZE = TYPE == 0 ? 4 : TYPE == 1 ? 2 : 1;
     u32 group = a.n_heads / a.n_kv_heads, dim = a.dim, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    float* q = (float*)shared;        // [group][dim]
-    float* p = q + group * dim;       // [group][32]
-    float* keys = p + group * 32;     // [dim][32]
-    float* values = keys + dim * 32;  // [32][dim]
-    let_next_start();
-    wait_for_inputs();
+    float* q = (float*)shared;             // [group][dim]
+    float* p = q + group * dim;            // [group][32]
+    u8* keys = (u8*)(p + group * 32);      // [dim][32]
+    u8* values = keys + dim * 32 * SIZE;   // [32][dim]
     u32 row = blockIdx.z, head = blockIdx.y, position = a.positions[row];
     u32 seen = first_visible(position, a.window), b = seen / 32 + blockIdx.x;
     if (b > position / 32) return;
     u32 lo = seen > b * 32 ? seen - b * 32 : 0, hi = position + 1 - b * 32 < 32 ? position + 1 - b * 32 : 32;
     u32 page = a.tables[a.row_sequence[row] * a.table_len + b];
-    u32 size = a.kv_type == 0 ? 4 : a.kv_type == 1 ? 2 : 1;
-    const u8* kp = head_of_page((u8*)a.pages, a.page_bytes, page, head, dim, a.kv_type);
-    const u8* vp = kp + (u64)dim * 32 * size;
-    const float* scales = (const float*)(vp + (u64)dim * 32 * size);
-    widen(kp, keys, dim * 32, a.kv_type, 256);
+    const u8* kp = head_of_page((u8*)a.pages, a.page_bytes, page, head, dim, TYPE);
+    const float* scales = (const float*)(kp + (u64)2 * dim * 32 * SIZE);
+    // Keys and values follow one another, here and in the page.
+    copy_16(kp, keys, 2 * dim * 32 * SIZE, 256);
     const float* src = a.q + ((u64)row * a.n_heads + head * group) * dim;
     for (u32 i = threadIdx.x; i < group * dim; i += 256) q[i] = src[i];
-    widen(vp, values, dim * 32, a.kv_type, 256);
     block_barrier();
     bool visible = lane >= lo && lane < hi;
     for (u32 h = warp; h < group; h += 8) {
@@ -85,13 +91,13 @@ KERNEL(attend_blocks, AttendArgs, 256, 1) {
         for (u32 d = 0; d < dim; d += 16) {
             float k[16], x[16];
 #pragma unroll
-            for (int i = 0; i < 16; i++) k[i] = keys[(d + i) * 32 + lane];
+            for (int i = 0; i < 16; i++) k[i] = kv_at<TYPE>(keys, (d + i) * 32 + lane);
 #pragma unroll
             for (int i = 0; i < 16; i++) x[i] = q[h * dim + d + i];
 #pragma unroll
             for (int i = 0; i < 16; i++) s = fma_(x[i], k[i], s);
         }
-        if (a.kv_type == 2) s = s * scales[lane];
+        if (TYPE == 2) s = s * scales[lane];
         s = s * a.scale;
         float m = largest_score(s, visible);
         float e = visible ? exp_(s - m) : 0.0f;
@@ -99,74 +105,110 @@ KERNEL(attend_blocks, AttendArgs, 256, 1) {
         warp_barrier();
         u64 at = ((u64)row * a.n_heads + head * group + h) * a.max_blocks + blockIdx.x;
         if (lane == 0) {
-            float l = 0.0f;
+            float v[32], l = 0.0f;
 #pragma unroll
-            for (u32 j = 0; j < 32; j++) l = l + p[h * 32 + j];
+            for (u32 j = 0; j < 32; j++) v[j] = p[h * 32 + j];
+#pragma unroll
+            for (u32 j = 0; j < 32; j++) l = l + v[j];
             a.part_ml[2 * at] = m;
             a.part_ml[2 * at + 1] = l;
         }
         warp_barrier();
-        if (a.kv_type == 2) p[h * 32 + lane] = e * scales[32 + lane];
+        if (TYPE == 2) p[h * 32 + lane] = e * scales[32 + lane];
     }
     block_barrier();
     for (u32 i = threadIdx.x; i < group * dim; i += 256) {
         u32 h = i / dim, d = i % dim;
         float acc = 0.0f;
-#pragma unroll 8
-        for (u32 j = lo; j < hi; j++) acc = fma_(p[h * 32 + j], values[j * dim + d], acc);
+        if (lo == 0 && hi == 32) {
+#pragma unroll
+            for (u32 j = 0; j < 32; j++) acc = fma_(p[h * 32 + j], kv_at<TYPE>(values, j * dim + d), acc);
+        } else {
+            for (u32 j = lo; j < hi; j++) acc = fma_(p[h * 32 + j], kv_at<TYPE>(values, j * dim + d), acc);
+        }
         a.parts[(((u64)row * a.n_heads + head * group + h) * a.max_blocks + blockIdx.x) * dim + d] = acc;
     }
+}
+
+// Block (block of positions from the first visible one, kv head, row). Keys and values of the block wait in shared
+// memory; 16 | dim.
+KERNEL(attend_blocks, AttendArgs, 256, 1) {
+    DYNAMIC_SHARED(shared);
+    let_next_start();
+    wait_for_inputs();
+    if (a.kv_type == 1) blocks_body<1>(a, shared);
+    else if (a.kv_type == 0) blocks_body<0>(a, shared);
+    else blocks_body<2>(a, shared);
 }
 
 // Block (head, row), a thread per dimension (rounded up to warps): merges, sink, division, gate, packing.
 KERNEL(attend_merge, AttendArgs, 512, 1) {
     DYNAMIC_SHARED(shared);
-    float* old_ = (float*)shared;             // [max_blocks]
-    float* new_ = old_ + a.max_blocks;        // [max_blocks]
-    float* ls = new_ + a.max_blocks;          // [max_blocks]
-    __shared__ float last_m;
+    u32 room = (a.max_blocks + 15) / 16 * 16;
+    float* old_ = (float*)shared;    // [room]
+    float* new_ = old_ + room;
+    float* ls = new_ + room;
+    float* ms = ls + room;           // maxima, then running maxima
     let_next_start();
     wait_for_inputs();
     u32 row = blockIdx.y, head = blockIdx.x, d = threadIdx.x, position = a.positions[row];
     u32 n = position / 32 - first_visible(position, a.window) / 32 + 1;
     u64 at = ((u64)row * a.n_heads + head) * a.max_blocks;
+    const float* parts = a.parts + at * a.dim + (d < a.dim ? d : 0);
+    float part[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) part[i] = parts[(u64)((u32)i < n ? i : n - 1) * a.dim];
+    for (u32 b = threadIdx.x; b < n; b += blockDim.x) {
+        float2 v = *(const float2*)(a.part_ml + 2 * (at + b));
+        ms[b] = v.x;
+        new_[b] = v.x;
+        ls[b] = v.y;
+    }
+    block_barrier();
     if (threadIdx.x < 32) {
         // Running maxima by a scan, so that the exponentials do not wait for each other.
         float carry = -INF;
         for (u32 b0 = 0; b0 < n; b0 += 32) {
             u32 b = b0 + threadIdx.x;
-            float mine = b < n ? a.part_ml[2 * (at + b)] : -INF;
-            float m = mine;
+            float m = b < n ? ms[b] : -INF;
             for (int k = 1; k < 32; k <<= 1) {
                 float other = shuffle(m, (int)threadIdx.x - k < 0 ? (int)threadIdx.x : (int)threadIdx.x - k);
                 m = other > m ? other : m;
             }
             m = carry > m ? carry : m;
-            float before = shuffle(m, threadIdx.x == 0 ? 0 : (int)threadIdx.x - 1);
-            if (threadIdx.x == 0) before = carry;
-            if (b < n) {
-                old_[b] = exp_(before - m);
-                new_[b] = exp_(mine - m);
-                ls[b] = a.part_ml[2 * (at + b) + 1];
-            }
+            if (b < n) ms[b] = m;
             carry = shuffle(m, 31);
         }
-        if (threadIdx.x == 0) last_m = carry;
+    }
+    block_barrier();
+    for (u32 b = threadIdx.x; b < n; b += blockDim.x) {
+        float m = ms[b], before = b ? ms[b - 1] : -INF;
+        old_[b] = exp_(before - m);
+        new_[b] = exp_(new_[b] - m);
     }
     block_barrier();
     float l = 0.0f, acc = 0.0f;
-    const float* parts = a.parts + at * a.dim + (d < a.dim ? d : 0);
     for (u32 b = 0; b < n; b += 16) {
-        float part[16];
-#pragma unroll
-        for (int i = 0; i < 16; i++) part[i] = parts[(u64)(b + i < n ? b + i : n - 1) * a.dim];
+        float now[16], o[16], w[16], s[16];
 #pragma unroll
         for (int i = 0; i < 16; i++) {
-            if (b + i >= n) break;
-            l = fma_(l, old_[b + i], ls[b + i] * new_[b + i]);
-            acc = fma_(acc, old_[b + i], part[i] * new_[b + i]);
+            now[i] = part[i];
+            o[i] = old_[b + i];
+            w[i] = new_[b + i];
+            s[i] = ls[b + i];
+        }
+        if (b + 16 < n) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) part[i] = parts[(u64)(b + 16 + i < n ? b + 16 + i : n - 1) * a.dim];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float x = fma_(l, o[i], s[i] * w[i]), y = fma_(acc, o[i], now[i] * w[i]);
+            l = b + i < n ? x : l;
+            acc = b + i < n ? y : acc;
         }
     }
+    float last_m = ms[n - 1];
     if (a.sinks) {
         float sink = a.sinks[head], max = sink > last_m ? sink : last_m;
         float old = exp_(last_m - max);

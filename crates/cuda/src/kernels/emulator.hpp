@@ -12,6 +12,7 @@
 #define __shared__ static
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Dim { unsigned x, y, z; };
 static Dim threadIdx, blockIdx, blockDim, gridDim;

@@ -1,5 +1,5 @@
-// Few activation rows: weights stream once, eight threads per output row, a thread is a lane of the contract. Blocks
-// b = l mod 8 of a row are lane l's, in ascending order, so a thread's sum is the lane's.
+// Few activation rows: weights stream once, a warp per output row. A thread makes the terms of its blocks; shuffles bring
+// them to the lanes of the contract in ascending order of blocks.
 // Not here: many rows (gemm.cu), float weights and precision f32 (float.cu).
 
 // Packed activations: row r at codes + r * row_codes, meta + r * row_meta.
@@ -16,33 +16,47 @@ D int dot_half(const u32 w[4], const u32 x[4]) {
     return dot4(w[3], x[3], i);
 }
 
-// A block's terms, added to a lane. Activations come from shared memory.
+// What a block adds to its lane: acc = fma(x, y, acc) for each of up to four terms, in this order.
+struct Terms { float x[4], y[4]; };
+
 template <int K>
-D float add_block(const Matrix& m, const Codes& c, const Scale& s, const u8* codes, const u8* meta, float acc) {
+D constexpr int n_terms() { return K < 0 ? 4 : (has_halves(K) ? 2 : 1) * (has_bias(K) ? 2 : 1); }
+
+template <int K>
+D Terms terms_of(const Matrix& m, const Codes& c, const Scale& s, const uint4& a0, const uint4& a1, const uint4& z) {
     u32 kind = K >= 0 ? (u32)K : m.kind;
-    uint4 x = *(const uint4*)codes, y = *(const uint4*)(codes + 16);
-    uint4 z = *(const uint4*)meta;  // scale, asum, first sum, last sum
-    u32 first[4] = {x.x, x.z, y.x, y.z}, last[4] = {x.y, x.w, y.y, y.w};
+    // z: scale, asum, first sum, last sum
+    u32 first[4] = {a0.x, a0.z, a1.x, a1.z}, last[4] = {a0.y, a0.w, a1.y, a1.w};
     int i = dot_half(c.first, first), j = dot_half(c.last, last);
     float scale = float_of(z.x);
+    Terms t;
     if (has_halves(kind)) {
-        i += m.plus * (int)z.z;
-        j += m.plus * (int)z.w;
-        acc = fma_((float)i, s.ws[0] * scale, acc);
-        if (has_bias(kind)) acc = fma_(s.wb[0], scale * (float)(int)z.z, acc);
-        acc = fma_((float)j, s.ws[1] * scale, acc);
-        if (has_bias(kind)) acc = fma_(s.wb[1], scale * (float)(int)z.w, acc);
-        return acc;
+        t.x[0] = (float)(i + m.plus * (int)z.z);
+        t.y[0] = s.ws[0] * scale;
+        float x = (float)(j + m.plus * (int)z.w), y = s.ws[1] * scale;
+        if (has_bias(kind)) {
+            t.x[1] = s.wb[0];
+            t.y[1] = scale * (float)(int)z.z;
+            t.x[2] = x;
+            t.y[2] = y;
+            t.x[3] = s.wb[1];
+            t.y[3] = scale * (float)(int)z.w;
+        } else {
+            t.x[1] = x;
+            t.y[1] = y;
+        }
+    } else {
+        t.x[0] = (float)(i + j + m.plus * (int)(z.z + z.w));
+        t.y[0] = s.ws[0] * scale;
+        t.x[1] = s.wb[0];
+        t.y[1] = float_of(z.y);
     }
-    i = i + j + m.plus * (int)(z.z + z.w);
-    acc = fma_((float)i, s.ws[0] * scale, acc);
-    if (has_bias(kind)) acc = fma_(s.wb[0], float_of(z.y), acc);
-    return acc;
+    return t;
 }
 
-// Weights of some blocks of one lane, as loaded: decoding waits until all loads are under way.
+// Weights of a row's blocks, one block per thread and step, as loaded: a row of 3072 columns is under way at once.
 template <int W>
-constexpr int batch_of() { return W == W_8 ? 2 : W < 0 ? 1 : W == W_6 ? 2 : 4; }
+D constexpr int batch_of() { return W == W_6 ? 2 : W < 0 ? 1 : 3; }
 
 template <int W, int K>
 struct Batch {
@@ -54,46 +68,53 @@ template <int W, int K>
 D void load_batch(const Matrix& m, u32 row, u32 b, Batch<W, K>& batch) {
 #pragma unroll
     for (int u = 0; u < batch_of<W>(); u++) {
-        u32 at = b + 8 * u < m.blocks ? b + 8 * u : m.blocks - 1;
-        batch.codes[u] = load_codes<W>(m, row, at);
-        batch.scales[u] = load_scale<K>(m, row, at);
+        if (b + 32 * u >= m.blocks) break;
+        batch.codes[u] = load_codes<W>(m, row, b + 32 * u);
+        batch.scales[u] = load_scale<K>(m, row, b + 32 * u);
     }
 }
 
-// The lane of row `row` and NR activation rows, which lie in shared memory `stride` bytes apart: codes, then meta.
+// A warp computes row `row` times NR activation rows. Thread t has blocks t, t + 32, ..; terms go to lane t mod 8 in
+// ascending order of blocks, by shuffles; each lane is kept four times. All threads get the sums.
 template <int W, int K, int NR>
-D void dot_rows(const Matrix& m, u32 row, Batch<W, K>& batch, const u8* codes, const u8* meta, u32 code_stride,
-                u32 meta_stride, u32 l, float out[NR]) {
+D void dot_rows(const Matrix& m, u32 row, Batch<W, K>& batch, const Acts& acts, u32 first, u32 rows, float out[NR]) {
+    constexpr int U = batch_of<W>();
+    u32 kind = K >= 0 ? (u32)K : m.kind;
+    u32 t = threadIdx.x & 31, l = t & 7;
+    int n = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
     float acc[NR];
     for (int r = 0; r < NR; r++) acc[r] = 0.0f;
-    constexpr int U = batch_of<W>();
-    for (u32 b = l; b < m.blocks; b += 8 * U) {
-        Batch<W, K> now = batch;
-        if (b + 8 * U < m.blocks) load_batch<W, K>(m, row, b + 8 * U, batch);
+    for (u32 base = 0; base < m.blocks; base += 32 * U) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            u32 at = b + 8 * u;
-            if (at >= m.blocks) break;
-            Codes c = decode_codes<W>(m, now.codes[u]);
-            Scale s = decode_scale<K>(m, now.scales[u]);
-            for (int r = 0; r < NR; r++)
-                acc[r] = add_block<K>(m, c, s, codes + r * code_stride + 32 * at, meta + r * meta_stride + 16 * at, acc[r]);
+            u32 b = base + 32 * u + t;
+            if (base + 32 * u >= m.blocks) break;
+            bool there = b < m.blocks;
+            Codes c = decode_codes<W>(m, batch.codes[u]);
+            Scale s = decode_scale<K>(m, batch.scales[u]);
+#pragma unroll
+            for (int r = 0; r < NR; r++) {
+                u32 i = first + (r < rows ? r : rows - 1);
+                u32 at = there ? b : m.blocks - 1;
+                const u8* codes = acts.codes + i * acts.row_codes + 32 * at;
+                uint4 a0 = *(const uint4*)codes, a1 = *(const uint4*)(codes + 16);
+                uint4 z = *(const uint4*)(acts.meta + i * acts.row_meta + 16 * at);
+                Terms p = terms_of<K>(m, c, s, a0, a1, z);
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+#pragma unroll
+                    for (int q = 0; q < n_terms<K>(); q++) {
+                        if (q >= n) break;
+                        float x = shuffle(p.x[q], 8 * k + l), y = shuffle(p.y[q], 8 * k + l);
+                        float sum = fma_(x, y, acc[r]);
+                        acc[r] = base + 32 * u + 8 * k + l < m.blocks ? sum : acc[r];
+                    }
+                }
+            }
         }
+        if (base + 32 * U < m.blocks) load_batch<W, K>(m, row, base + 32 * U + t, batch);
     }
     for (int r = 0; r < NR; r++) out[r] = join_8(acc[r]);
-}
-
-// Copies packed rows to shared memory, all threads of a block.
-D void stage_rows(const Acts& acts, u32 first, u32 rows, u32 blocks, u32 threads, u8* codes, u8* meta) {
-    for (u32 i = threadIdx.x; i < rows * blocks * 2; i += threads) {
-        u32 r = i / (blocks * 2), at = i % (blocks * 2);
-        *(uint4*)(codes + 16 * i) = *(const uint4*)(acts.codes + (first + r) * acts.row_codes + 16 * at);
-    }
-    for (u32 i = threadIdx.x; i < rows * blocks; i += threads) {
-        u32 r = i / blocks, at = i % blocks;
-        *(uint4*)(meta + 16 * i) = *(const uint4*)(acts.meta + (first + r) * acts.row_meta + 16 * at);
-    }
-    block_barrier();
 }
 
 struct GemvJob {
@@ -113,30 +134,29 @@ struct GemvArgs {
 };
 
 template <int W, int K, int NR>
-D void gemv_job(const GemvArgs& a, const GemvJob& job, u32 row, u32 first, u32 l, u8* shared, float y[NR]) {
+D void gemv_job(const GemvArgs& a, const GemvJob& job, u32 row, u32 first, float y[NR]) {
     Batch<W, K> batch;
     // Weights are nobody's output: they may be read before the kernel in front has ended.
-    load_batch<W, K>(job.w, row, l, batch);
+    load_batch<W, K>(job.w, row, threadIdx.x & 31, batch);
     let_next_start();
     wait_for_inputs();
-    u32 rows = a.rows - first < NR ? a.rows - first : NR, blocks = job.w.blocks;
-    u8* meta = shared + NR * 32 * blocks;
-    stage_rows(a.acts, first, rows, blocks, 128, shared, meta);
-    dot_rows<W, K, NR>(job.w, row, batch, shared, meta, 32 * blocks, 16 * blocks, l, y);
+    u32 rows = a.rows - first < NR ? a.rows - first : NR;
+    dot_rows<W, K, NR>(job.w, row, batch, a.acts, first, rows, y);
 }
 
 template <int NR>
-D void gemv_body(const GemvArgs& a, u8* shared) {
+D void gemv_body(const GemvArgs& a) {
     u32 j = 0;
     while (j + 1 < a.n_jobs && blockIdx.x >= a.jobs[j + 1].first_block) j++;
     const GemvJob& job = a.jobs[j];
-    u32 o = (blockIdx.x - job.first_block) * 16 + threadIdx.x / 8;
-    u32 l = threadIdx.x & 7, first = blockIdx.y * NR;
-    bool there = o < job.w.rows;
-    u32 row = there ? o : job.w.rows - 1;
+    u32 o = (blockIdx.x - job.first_block) * 8 + threadIdx.x / 32, first = blockIdx.y * NR;
+    if (o >= job.w.rows) {
+        wait_for_inputs();
+        return;
+    }
     float y[NR];
-    FOR_VARIANT(job.variant, (gemv_job<W, K, NR>(a, job, row, first, l, shared, y)))
-    if (l != 0 || !there) return;
+    FOR_VARIANT(job.variant, (gemv_job<W, K, NR>(a, job, o, first, y)))
+    if ((threadIdx.x & 31) != 0) return;
     for (int r = 0; r < NR; r++) {
         if (first + r >= a.rows) return;
         float v = job.bias ? y[r] + job.bias[o] : y[r];
@@ -145,18 +165,8 @@ D void gemv_body(const GemvArgs& a, u8* shared) {
     }
 }
 
-KERNEL(gemv_1, GemvArgs, 128, 5) {
-    DYNAMIC_SHARED(shared);
-    gemv_body<1>(a, shared);
-}
-KERNEL(gemv_2, GemvArgs, 128, 4) {
-    DYNAMIC_SHARED(shared);
-    gemv_body<2>(a, shared);
-}
-KERNEL(gemv_4, GemvArgs, 128, 3) {
-    DYNAMIC_SHARED(shared);
-    gemv_body<4>(a, shared);
-}
+KERNEL(gemv_1, GemvArgs, 256, 3) { gemv_body<1>(a); }
+KERNEL(gemv_2, GemvArgs, 256, 2) { gemv_body<2>(a); }
 
 // ---- routed experts, a few (row, rank) pairs ----
 
@@ -174,39 +184,45 @@ struct ExpertUpArgs {
     float alpha, limit;
 };
 
+// Hidden values of a block's 32 inner rows: a warp per row, the weights of both products under way at once.
 template <int W, int K>
-D float expert_dot(const Matrix& m, u32 row, const Acts& acts, u32 first, u32 l, u8* shared, u32 threads) {
-    Batch<W, K> batch;
-    load_batch<W, K>(m, row, l, batch);
-    stage_rows(acts, first, 1, m.blocks, threads, shared, shared + 32 * m.blocks);
-    float y[1];
-    dot_rows<W, K, 1>(m, row, batch, shared, shared + 32 * m.blocks, 0, 0, l, y);
-    return y[0];
+D void expert_rows(const ExpertUpArgs& a, u32 pair, float* hidden) {
+    u32 first = pair / a.top_k, base = a.ids[pair] * a.inter;
+    u32 t = threadIdx.x & 31, k = threadIdx.x / 32, most = a.inter - 1;
+    Batch<W, K> gates, ups;
+    u32 row = blockIdx.x * 32 + k;
+    load_batch<W, K>(a.gate, base + (row < most ? row : most), t, gates);
+    load_batch<W, K>(a.up, base + (row < most ? row : most), t, ups);
+    for (; k < 32; k += 8) {
+        // Weights of the next row are on their way while this one is computed.
+        u32 i = blockIdx.x * 32 + k, next = i + 8 < most ? i + 8 : most;
+        row = base + (i < most ? i : most);
+        float g[1], u[1];
+        dot_rows<W, K, 1>(a.gate, row, gates, a.acts, first, 1, g);
+        if (k + 8 < 32) load_batch<W, K>(a.gate, base + next, t, gates);
+        dot_rows<W, K, 1>(a.up, row, ups, a.acts, first, 1, u);
+        if (k + 8 < 32) load_batch<W, K>(a.up, base + next, t, ups);
+        if (t == 0) {
+            float x = a.gate_bias ? g[0] + a.gate_bias[row] : g[0];
+            float y = a.up_bias ? u[0] + a.up_bias[row] : u[0];
+            float h = glu_(a.activation, a.alpha, a.limit, x, y);
+            hidden[k] = h;
+            if (a.hidden && i < a.inter) a.hidden[(u64)pair * a.inter + i] = h;
+        }
+    }
 }
 
-// Block (32 inner rows, pair): hidden = act(gate x) * (up x), packed at once. The first half of the threads computes
-// gate, the other up.
-KERNEL(expert_up, ExpertUpArgs, 512, 2) {
-    DYNAMIC_SHARED(shared);
-    __shared__ float dots[64];
-    u32 pair = blockIdx.y, part = threadIdx.x / 256, i = blockIdx.x * 32 + (threadIdx.x & 255) / 8, l = threadIdx.x & 7;
-    u32 inner = i < a.inter ? i : a.inter - 1;
+// Block (32 inner rows, pair): hidden = act(gate x) * (up x), packed at once.
+KERNEL(expert_up, ExpertUpArgs, 256, 2) {
+    __shared__ float hidden[32];
+    u32 pair = blockIdx.y, variant = a.variant_gate == a.variant_up ? a.variant_gate : V_ANY;
     let_next_start();
     wait_for_inputs();
-    u32 expert = a.ids[pair];
-    u32 row = expert * a.inter + inner, first = pair / a.top_k;
-    float y;
-    const Matrix& m = part ? a.up : a.gate;
-    FOR_VARIANT(part ? a.variant_up : a.variant_gate, (y = expert_dot<W, K>(m, row, a.acts, first, l, shared, 512)))
-    const float* bias = part ? a.up_bias : a.gate_bias;
-    if (l == 0) dots[threadIdx.x / 8] = bias ? y + bias[row] : y;
+    FOR_VARIANT(variant, (expert_rows<W, K>(a, pair, hidden)))
     block_barrier();
-    if (threadIdx.x >= 32) return;
-    u32 mine = blockIdx.x * 32 + threadIdx.x;
-    float h = glu_(a.activation, a.alpha, a.limit, dots[threadIdx.x], dots[32 + threadIdx.x]);
-    if (a.hidden && mine < a.inter) a.hidden[(u64)pair * a.inter + mine] = h;
-    if (a.codes)
-        pack_block(h, a.codes + pair * a.row_codes + 32 * blockIdx.x, a.meta + pair * a.row_meta + 16 * blockIdx.x);
+    if (a.codes && threadIdx.x < 32)
+        pack_block(hidden[threadIdx.x], a.codes + pair * a.row_codes + 32 * blockIdx.x,
+                   a.meta + pair * a.row_meta + 16 * blockIdx.x);
 }
 
 struct ExpertDownArgs {
@@ -219,33 +235,40 @@ struct ExpertDownArgs {
     u32 d, top_k, add, variant;
 };
 
+// Outputs of one expert, one after the other; weights of the next are on their way while one is computed.
 template <int W, int K>
-D float down_dot(const ExpertDownArgs& a, u32 at, u32 row, u32 rank, u32 l, u8* shared) {
-    Batch<W, K> batch;
-    load_batch<W, K>(a.down, at, l, batch);
-    u32 blocks = a.down.blocks;
-    u8* meta = shared + a.top_k * 32 * blocks;
-    stage_rows(a.acts, row * a.top_k, a.top_k, blocks, 256, shared, meta);
+D void down_dots(const ExpertDownArgs& a, u32 at, u32 n, u32 pair, float* out, const float* bias) {
+    u32 t = threadIdx.x & 31;
+    Batch<W, K> p, q;
+    load_batch<W, K>(a.down, at, t, p);
+    load_batch<W, K>(a.down, at + (n > 1 ? 1 : 0), t, q);
     float y[1];
-    dot_rows<W, K, 1>(a.down, at, batch, shared + rank * 32 * blocks, meta + rank * 16 * blocks, 0, 0, l, y);
-    return y[0];
+    for (u32 k = 0; k < n; k += 2) {
+        dot_rows<W, K, 1>(a.down, at + k, p, a.acts, pair, 1, y);
+        if (k + 2 < n) load_batch<W, K>(a.down, at + k + 2, t, p);
+        if (t == 0) out[k] = bias ? y[0] + bias[k] : y[0];
+        if (k + 1 >= n) break;
+        dot_rows<W, K, 1>(a.down, at + k + 1, q, a.acts, pair, 1, y);
+        if (k + 3 < n) load_batch<W, K>(a.down, at + k + 3, t, q);
+        if (t == 0) out[k + 1] = bias ? y[0] + bias[k + 1] : y[0];
+    }
 }
 
-// Block (32 / top_k outputs, row): the chosen experts' outputs, summed in rank order.
-KERNEL(expert_down, ExpertDownArgs, 256, 3) {
-    DYNAMIC_SHARED(shared);
-    __shared__ float part[32];
-    u32 outs = 32 / a.top_k, group = threadIdx.x / 8, l = threadIdx.x & 7;
-    u32 rank = group / outs, within = group % outs, row = blockIdx.y;
-    u32 o = blockIdx.x * outs + within;
-    bool works = rank < a.top_k && o < a.d;
-    if (!works) rank = 0;
+// Outputs of a warp.
+#define DOWN 4
+
+// Block (DOWN * 8 / top_k outputs, row): the chosen experts' outputs, summed in rank order.
+KERNEL(expert_down, ExpertDownArgs, 256, 2) {
+    __shared__ float part[8 * DOWN];
+    u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, outs = DOWN * groups;
+    u32 rank = warp / groups, row = blockIdx.y, within = DOWN * (warp % groups), o = blockIdx.x * outs + within;
     let_next_start();
     wait_for_inputs();
-    u32 at = a.ids[row * a.top_k + rank] * a.d + (works ? o : 0);
-    float y;
-    FOR_VARIANT(a.variant, (y = down_dot<W, K>(a, at, row, rank, l, shared)))
-    if (l == 0) part[group] = a.bias ? y + a.bias[at] : y;
+    if (rank < a.top_k && o < a.d) {
+        u32 pair = row * a.top_k + rank, at = a.ids[pair] * a.d + o, n = a.d - o < DOWN ? a.d - o : DOWN;
+        float* out = part + outs * rank + within;
+        FOR_VARIANT(a.variant, (down_dots<W, K>(a, at, n, pair, out, a.bias ? a.bias + at : a.bias)))
+    }
     block_barrier();
     u32 mine = blockIdx.x * outs + threadIdx.x;
     if (threadIdx.x >= outs || mine >= a.d) return;

@@ -1,7 +1,8 @@
 // Weight matrices as `layout.rs` lays them out, and the decoding of a block of 32.
 //
 // Codes are signed bytes `s` once decoded; the integer of the contract is `sum(s * a) + plus * sum(a)`.
-// Widths: 4 bits (byte i holds elements i and i + 16), 6 bits (the same and two dwords of high bits: bits
+// Widths: 4 bits (byte i holds elements i and i + 16; with a table dword t holds elements 4 t .. 4 t + 4, then 16 + 4 t .., a
+// nibble each), 6 bits (the same and two dwords of high bits: bits
 // 2t, 2t + 1 of byte k of dword h belong to element 16 h + 4 t + k), 8 bits (dwords 0 4 1 5 2 6 3 7).
 // Not here: sums over blocks.
 
@@ -119,28 +120,28 @@ D Scale decode_scale(const Matrix& m, RawScale r) {
 template <int KIND>
 D Scale scale_of(const Matrix& m, u32 row, u32 b) { return decode_scale<KIND>(m, load_scale<KIND>(m, row, b)); }
 
-// Four nibbles in the bytes of `x` through a table of 16 signed bytes.
-D u32 look_up(const Matrix& m, u32 x) {
-    // Selectors take three bits of a nibble each; the fourth chooses between two halves of the table.
-    u32 s = (x | x >> 4);
-    s = (s & 0xff) | (s >> 8 & 0xff00);
-    u32 low = pick_bytes(m.table[0], m.table[1], s & 0x7777);
-    u32 high = pick_bytes(m.table[2], m.table[3], s & 0x7777);
-    u32 mask = ((x >> 3) & 0x01010101u) * 0xffu;
-    return (low & ~mask) | (high & mask);
+// Eight nibbles through a table of 16 signed bytes: the low four and the high four.
+D void look_up(const Matrix& m, u32 x, u32* first, u32* last) {
+    // A selector takes three bits of a nibble; the fourth chooses between the halves of the table.
+    u32 s = x & 0x77777777u, half = (x >> 1 & 0x44444444u) | 0x32103210u;
+    *first = pick_bytes(pick_bytes(m.table[0], m.table[1], s & 0xffff), pick_bytes(m.table[2], m.table[3], s & 0xffff), half & 0xffff);
+    s >>= 16;
+    half >>= 16;
+    *last = pick_bytes(pick_bytes(m.table[0], m.table[1], s), pick_bytes(m.table[2], m.table[3], s), half);
 }
 
 // Dword `t` (0..3) of either half of a block.
 template <int WIDTH>
 D void words_of(const Matrix& m, u32 nibbles, u32 extra, u32 high0, u32 high1, u32 t, u32* first, u32* last) {
     u32 width = WIDTH >= 0 ? (u32)WIDTH : m.width;
+    if (width == W_4_TABLE) {
+        look_up(m, nibbles, first, last);
+        return;
+    }
     u32 lo = nibbles & 0x0f0f0f0fu, hi = nibbles >> 4 & 0x0f0f0f0fu;
     if (width == W_4) {
         *first = lo;
         *last = hi;
-    } else if (width == W_4_TABLE) {
-        *first = look_up(m, lo);
-        *last = look_up(m, hi);
     } else if (width == W_6) {
         *first = lo | (high0 >> (2 * t) & 0x03030303u) << 4;
         *last = hi | (high1 >> (2 * t) & 0x03030303u) << 4;
@@ -200,6 +201,7 @@ D float weight_at(const Matrix& m, u32 row, u32 e) {
         code = (i8)load_1(m.codes + 32 * at + 8 * t + 4 * half + k);
     } else {
         u32 nibble = load_1(m.codes + 16 * at + (i & 15)) >> (4 * half) & 15;
+        if (m.width == W_4_TABLE) nibble = load_4(m.codes + 16 * at + 4 * t) >> (16 * half + 4 * k) & 15;
         code = (int)nibble;
         if (m.width == W_4_TABLE) code = (i8)(m.table[nibble >> 2] >> (8 * (nibble & 3)) & 0xff);
         if (m.width == W_6) code |= (load_1(m.high + 8 * at + 4 * half + k) >> (2 * t) & 3) << 4;

@@ -20,11 +20,18 @@ KERNEL(norm_pack, NormArgs, 1024, 1) {
     DYNAMIC_SHARED(shared);
     float* x = (float*)shared;  // [width]
     __shared__ float scale;
+    u32 n = blockDim.x;
+    // The weight is nobody's output: it is there when the sum is.
+    float weights[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 i = threadIdx.x + k * n;
+        weights[k] = a.norm && a.weight && i < a.width ? a.weight[i] : 1.0f;
+    }
     let_next_start();
     wait_for_inputs();
     u64 row = blockIdx.x;
     const float* src = a.src + row * a.width;
-    u32 n = blockDim.x;
     for (u32 i = threadIdx.x; i < a.width; i += n) {
         float v = src[i];
         if (a.add) {
@@ -51,11 +58,13 @@ KERNEL(norm_pack, NormArgs, 1024, 1) {
         if (threadIdx.x == 0) scale = 1.0f / sqrtf(s);
     }
     block_barrier();
-    for (u32 i = threadIdx.x; i < (a.width + 31) / 32 * 32; i += n) {
+    u32 end = (a.width + 31) / 32 * 32;
+#pragma unroll 4
+    for (u32 k = 0, i = threadIdx.x; i < end; k++, i += n) {
         float v = i < a.width ? x[i] : 0.0f;
         if (a.norm && i < a.width) {
             v = v * scale;
-            if (a.weight) v = v * a.weight[i];
+            if (a.weight) v = v * (k == 0 ? weights[0] : k == 1 ? weights[1] : k == 2 ? weights[2] : k == 3 ? weights[3] : a.weight[i]);
         }
         if (a.dst && i < a.width) a.dst[row * a.width + i] = v;
         for (u32 p = 0; p < 2; p++)
