@@ -1,7 +1,7 @@
 //! What a budget would give: hits, bytes and tokens per second, before a weight is loaded.
 //!
 //! Hits come from replaying choices of experts through the cache's own bookkeeping
-//! ([`forebay_store::replay`]). The choices are those of a recorded trace, or drawn: from the router's
+//! (`forebay_store::replay`). The choices are those of a recorded trace, or drawn: from the router's
 //! own bias and the lengths of its rows, or uniformly ([`Prior`]). Drawn tokens are independent of each
 //! other; those of real text are not, and hit more often. Speeds come from what was measured
 //! ([`Speeds`]).

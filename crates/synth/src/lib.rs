@@ -28,7 +28,7 @@ pub struct Options {
     pub sparse: bool,
 }
 
-/// Names that [`write`] knows.
+/// Names that [`write()`] knows.
 pub const NAMES: [&str; 6] = [
     "gpt-oss-20b",
     "gpt-oss-120b",
