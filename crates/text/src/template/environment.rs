@@ -28,6 +28,9 @@ pub(super) fn environment() -> Environment<'static> {
         json::tojson(&value, args).map(Value::from_safe_string)
     });
     env.add_filter("string", |value: Value| python::str_of(&value));
+    // Of a list, the letters of its repr: types of a parameter are given so.
+    env.add_filter("upper", |value: Value| python::str_of(&value).to_uppercase());
+    env.add_filter("lower", |value: Value| python::str_of(&value).to_lowercase());
     env.add_filter("trim", |value: Value, chars: Option<String>| {
         methods::strip(&python::str_of(&value), chars.as_deref(), true, true).to_owned()
     });
