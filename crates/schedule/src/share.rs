@@ -21,9 +21,14 @@ pub(crate) fn share(needs: &[Need], chunk: usize, turn: usize) -> Vec<usize> {
     let is_token = |need: &&Need| matches!(need, Need::Token);
     let running = needs.iter().filter(is_token).count();
     let prompts = needs.len() - running;
+    // A single row goes to answers and to prompts in turn, and each kind counts its own turns: otherwise every
+    // second one of a kind would never have its.
+    let alternate = chunk == 1 && running > 0 && prompts > 0;
+    let (prompts_turn, turn) =
+        (alternate && turn % 2 == 1, if alternate { turn / 2 } else { turn });
     if running > 0 {
         // A row is kept for prompts, so that they get on however many answers run.
-        let most = if prompts > 0 && (chunk > 1 || turn % 2 == 1) { chunk - 1 } else { chunk };
+        let most = if prompts_turn || (prompts > 0 && chunk > 1) { chunk - 1 } else { chunk };
         let most = most.min(running);
         let all: Vec<usize> = (0..needs.len()).filter(|&i| needs[i] == Need::Token).collect();
         for k in 0..most {
@@ -99,6 +104,21 @@ mod tests {
                 }
             }
             prop_assert!(got.iter().all(|rows| *rows > 0), "{got:?}");
+        }
+    }
+
+    #[test]
+    fn a_single_row_reaches_everybody() {
+        for needs in [
+            vec![Need::Token, Need::Token, Need::Prompt(1)],
+            vec![Need::Token, Need::Prompt(5), Need::Prompt(5)],
+            vec![Need::Token, Need::Token, Need::Prompt(5), Need::Prompt(5)],
+        ] {
+            let rows = (0..8).map(|turn| share(&needs, 1, turn));
+            let got = rows.fold(vec![0; needs.len()], |sum, rows| {
+                sum.iter().zip(&rows).map(|(a, b)| a + b).collect()
+            });
+            assert!(got.iter().all(|rows| *rows >= 2), "{needs:?}: {got:?}");
         }
     }
 
