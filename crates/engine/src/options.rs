@@ -89,6 +89,8 @@ pub struct EngineOptions {
     pub backend: BackendChoice,
     /// Bytes that the caller owns besides: tokenizer and the like.
     pub caller_bytes: u64,
+    /// Further lines of the caller in the ledger: what for, and bytes.
+    pub caller_lines: Vec<(&'static str, u64)>,
 }
 
 impl Default for EngineOptions {
@@ -115,6 +117,7 @@ impl Default for EngineOptions {
             level: None,
             backend: BackendChoice::Cpu,
             caller_bytes: 0,
+            caller_lines: Vec::new(),
         }
     }
 }

@@ -266,6 +266,7 @@ impl PlanInput<'_> {
         let matrices = self.store.n_experts_total() * 3 + self.tensors;
         let threads = o.threads() + IO_THREADS;
         ledger.add("tokenizer", o.caller_bytes);
+        o.caller_lines.iter().for_each(|&(what, bytes)| ledger.add(what, bytes));
         ledger.add("description of the model", matrices as u64 * BYTES_PER_TENSOR);
         // Half a stack at most is touched; the rest is address space.
         ledger.add("threads", threads as u64 * forebay_cpu::pool::STACK_BYTES as u64 / 2);

@@ -81,9 +81,8 @@ pub type Headers = (Opened, Tokenizer, Option<ChatTemplate>);
 
 /// Opens headers, tokenizer and template; loads nothing yet.
 pub fn open(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow::Result<Headers> {
-    let mut options = args.options.engine()?;
-    adjust(&mut options);
-    describe(&Disk, Catalog::open(&resolve(args)?)?, options)
+    let options = args.options.engine()?;
+    describe_with(&Disk, Catalog::open(&resolve(args)?)?, options, |options, _| adjust(options))
 }
 
 /// The same for looking only: of a model that is not here, headers are read from the hub.
@@ -102,12 +101,23 @@ pub fn look(args: &ModelArgs) -> anyhow::Result<Headers> {
 /// What a catalog is of, whose files are where `access` says.
 pub fn describe(
     access: &dyn FileAccess,
+    catalog: Catalog,
+    options: EngineOptions,
+) -> anyhow::Result<Headers> {
+    describe_with(access, catalog, options, |_, _| {})
+}
+
+/// The same, with options that may depend on the tokenizer.
+fn describe_with(
+    access: &dyn FileAccess,
     mut catalog: Catalog,
     mut options: EngineOptions,
+    adjust: impl FnOnce(&mut EngineOptions, &Tokenizer),
 ) -> anyhow::Result<Headers> {
     forebay_models::refuse_others(&catalog)?;
     let (tokenizer, template, bytes) = text(&mut catalog)?;
     options.caller_bytes = bytes;
+    adjust(&mut options, &tokenizer);
     let opened = Opened::from_catalog_with(access, catalog, options)?;
     Ok((opened, tokenizer, template))
 }
@@ -126,10 +136,20 @@ fn text(catalog: &mut Catalog) -> anyhow::Result<(Tokenizer, Option<ChatTemplate
 
 /// Opens and loads, with a progress bar.
 pub fn load(args: &ModelArgs, adjust: impl FnOnce(&mut EngineOptions)) -> anyhow::Result<Loaded> {
+    load_with(args, |options, _| adjust(options))
+}
+
+/// The same, with options that may depend on the tokenizer.
+pub fn load_with(
+    args: &ModelArgs,
+    adjust: impl FnOnce(&mut EngineOptions, &Tokenizer),
+) -> anyhow::Result<Loaded> {
     let start = std::time::Instant::now();
     let cancel = crate::term::interruption();
     let peak = PeakSampler::start();
-    let (opened, tokenizer, template) = open(args, adjust)?;
+    let options = args.options.engine()?;
+    let catalog = Catalog::open(&resolve(args)?)?;
+    let (opened, tokenizer, template) = describe_with(&Disk, catalog, options, adjust)?;
     let recommended = opened.catalog.generation_config().cloned();
     let warm = warm::Memory::new(&opened.catalog.header_hash, args.options.warm);
     let bar = Bar::bytes("loading");

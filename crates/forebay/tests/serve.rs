@@ -630,3 +630,28 @@ fn it_ends_gracefully_and_remembers() {
     );
     assert_eq!(text(&after), text(&first));
 }
+
+#[test]
+fn memory_of_requests_is_in_the_plan_and_bounded() {
+    let args = ["--context", "128", "--max-body", "65536", "--parallel", "2"];
+    let server = Server::start(&model(GPT_OSS), &args);
+    let metrics = server.get("/metrics").body;
+    let line = |what: &str| {
+        let head = format!("forebay_ledger_bytes{{what=\"{what}\"}} ");
+        let line = metrics.lines().find_map(|line| line.strip_prefix(&head));
+        line.unwrap_or_else(|| panic!("no {what} in {metrics}")).parse::<u64>().unwrap()
+    };
+    assert_eq!(line("request bodies"), 4 * (256 << 10));
+    assert!(line("texts being encoded") > 0 && line("grammars") > 0);
+    assert!(line("threads of the server") > 0);
+    // What only a server takes is not in the plans of others.
+    let mut inspect = common::forebay();
+    let report = common::json(inspect.args(["inspect", "--json"]).arg(model(GPT_OSS)));
+    let lines = report["ledger"].as_array().unwrap();
+    assert!(lines.iter().all(|l| l["what"] != "request bodies" && l["what"] != "grammars"));
+    // Small as bytes and large in memory: refused before it is parsed.
+    let numbers = format!("{{\"prompt\": [{}1]}}", "1,".repeat(30_000));
+    let response = server.ask("POST", "/v1/completions", &[], numbers.as_bytes());
+    assert_eq!(response.status, 413);
+    assert!(response.body.contains("more values than there is memory for"), "{}", response.body);
+}

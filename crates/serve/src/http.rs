@@ -5,16 +5,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::{Body, to_bytes};
+use axum::body::Body;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use bytes::BytesMut;
+use futures_util::StreamExt;
 use serde_json::Value;
 use subtle::ConstantTimeEq;
 
 use crate::error::{ApiError, Kind};
+use crate::room::{self, Bodies, Held};
 use crate::service::Service;
 use crate::{anthropic, metrics, ollama, openai, responses};
 
@@ -57,6 +60,7 @@ impl Default for HttpOptions {
 struct App {
     service: Arc<Service>,
     options: Arc<HttpOptions>,
+    bodies: Arc<Bodies>,
 }
 
 /// The API that a path belongs to, for the shape of errors.
@@ -107,7 +111,13 @@ pub(crate) fn ok_json(body: &Value) -> Response {
 pub(crate) async fn off_the_reactor<R: Send + 'static>(
     f: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
 ) -> Result<R, ApiError> {
-    match tokio::task::spawn_blocking(f).await {
+    let held = room::release();
+    let work = move || {
+        let result = f();
+        drop(held);
+        result
+    };
+    match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
         Err(_) => Err(ApiError::new(Kind::Internal, "the request could not be worked on")),
     }
@@ -148,14 +158,18 @@ pub async fn serve(
 
 /// All routes.
 fn router(service: Arc<Service>, options: HttpOptions) -> Router {
-    let app = App { service, options: Arc::new(options) };
+    let app = App {
+        service,
+        bodies: Arc::new(Bodies::new(options.max_body_bytes)),
+        options: Arc::new(options),
+    };
     macro_rules! asks {
         ($handler:path) => {
             post(|State(app): State<App>, request: Request| async move {
                 let api = Api::of(request.uri().path());
                 let answer = async {
-                    let body = body(&app, request).await?;
-                    $handler(app.service.clone(), body).await
+                    let (body, held) = body(&app, request).await?;
+                    room::holding(held, $handler(app.service.clone(), body)).await
                 };
                 answer.await.unwrap_or_else(|error: ApiError| api.error(&error))
             })
@@ -222,8 +236,8 @@ async fn model(State(app): State<App>, Path(name): Path<String>) -> Response {
     }
 }
 
-/// The body as JSON.
-async fn body(app: &App, request: Request) -> Result<Value, ApiError> {
+/// The body as JSON, with the room that it takes.
+async fn body(app: &App, request: Request) -> Result<(Value, Held), ApiError> {
     let most = app.options.max_body_bytes;
     let too_large =
         || ApiError::new(Kind::TooLarge, format!("the body is larger than {most} bytes"));
@@ -232,20 +246,37 @@ async fn body(app: &App, request: Request) -> Result<Value, ApiError> {
     if declared.is_some_and(|n| n > most as u64) {
         return Err(too_large());
     }
-    let read = tokio::time::timeout(BODY_TIMEOUT, to_bytes(request.into_body(), most)).await;
-    let bytes = match read {
-        Err(_) => return Err(ApiError::new(Kind::Timeout, "the body did not come in time")),
-        Ok(Err(error)) => {
-            let text = format!("{error:?}");
-            return Err(match text.contains("LengthLimit") {
-                true => too_large(),
-                false => ApiError::new(Kind::Invalid, "the body was cut off"),
-            });
+    // Room is taken as bytes come: who only says that much will come takes none.
+    let mut stream = request.into_body().into_data_stream();
+    let mut bytes = BytesMut::new();
+    let mut held: Option<Held> = None;
+    let read = async {
+        while let Some(piece) = stream.next().await {
+            let cut = |_| ApiError::new(Kind::Invalid, "the body was cut off");
+            let piece = piece.map_err(cut)?;
+            if bytes.len() + piece.len() > most {
+                return Err(too_large());
+            }
+            // What grows may be there twice for a moment.
+            let more = app.bodies.take(2 * piece.len())?;
+            match &mut held {
+                Some(held) => held.merge(more),
+                None => held = Some(more),
+            }
+            bytes.extend_from_slice(&piece);
         }
-        Ok(Ok(bytes)) => bytes,
+        Ok(())
     };
-    serde_json::from_slice(&bytes)
-        .map_err(|error| ApiError::new(Kind::Invalid, format!("the body is no JSON: {error}")))
+    match tokio::time::timeout(BODY_TIMEOUT, read).await {
+        Err(_) => return Err(ApiError::new(Kind::Timeout, "the body did not come in time")),
+        Ok(result) => result?,
+    }
+    let bytes = bytes.freeze();
+    drop(held);
+    let held = app.bodies.take_parsed(&bytes)?;
+    let value = serde_json::from_slice(&bytes)
+        .map_err(|error| ApiError::new(Kind::Invalid, format!("the body is no JSON: {error}")))?;
+    Ok((value, held))
 }
 
 /// What every request passes: limits, origins, keys.

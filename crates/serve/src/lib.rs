@@ -2,7 +2,8 @@
 //!
 //! Reading order: [`service`] (one kind of request in, one kind of event out: what all APIs share), `grammar`
 //! (what an answer must look like), then the APIs, each a thin translation: `openai`, `responses`, `anthropic`,
-//! `ollama`; [`http`] (routes, keys, limits), `stream` (events to bodies), `metrics`,
+//! `ollama`; [`http`] (routes, keys, limits), `stream` (events to bodies), [`room`]
+//! (memory of requests), `metrics`,
 //! [`talk`] (the same without HTTP).
 //!
 //! Fields that an API does not have are ignored; fields that it has and this server does not support are refused
@@ -21,6 +22,7 @@ mod metrics;
 mod ollama;
 mod openai;
 mod responses;
+pub mod room;
 pub mod service;
 mod stream;
 pub mod talk;

@@ -14,6 +14,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use crate::error::{ApiError, Kind};
 use crate::fallback;
 use crate::grammar::{Grammars, Reasons, Shape};
+use crate::room::Encoding;
 
 /// Texts longer than this many bytes per position of the context cannot fit and are not even encoded.
 const MAX_BYTES_PER_TOKEN: usize = 256;
@@ -71,6 +72,7 @@ pub struct Service {
     ends: Arc<[u32]>,
     grammars: Grammars,
     ids: AtomicU64,
+    encoding: Encoding,
 }
 
 /// What to go on from.
@@ -212,6 +214,7 @@ impl Service {
             template,
             ends,
             ids: AtomicU64::new(0),
+            encoding: Encoding::default(),
         }
     }
 
@@ -372,6 +375,7 @@ impl Service {
             }
             Input::Text(text) => {
                 self.check_size(text.len())?;
+                let _turn = self.encoding.turn(text.len());
                 let ids = self.tokenizer.encode_prompt(text, Specials::Ignore)?;
                 match ids.is_empty() {
                     true => Err(ApiError::field("prompt", "must not be empty")),
@@ -398,6 +402,7 @@ impl Service {
         }
         let bytes = messages.iter().chain(&request.tools).map(|m| m.to_string().len()).sum();
         self.check_size(bytes)?;
+        let _turn = self.encoding.turn(bytes);
         let offered = match request.tool_choice {
             ToolChoice::None => &[],
             _ => request.tools.as_slice(),

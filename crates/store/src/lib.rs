@@ -10,7 +10,7 @@
 //! its engines `threads` and [`ring`] (`uring` on Linux), [`trunk`] (everything at once), [`spec`]
 //! (which experts there are), `cache` (who has to go), [`store`] with `stream` and `present` (experts
 //! on demand, or always there). Beside them [`memory`] (what the process has and may have), [`bandwidth`] (what the disk
-//! can do), [`mod@replay`] (the cache without reads), [`stats`] and [`faults`] (for tests).
+//! can do), [`heap`] (how the allocator behaves), [`mod@replay`] (the cache without reads), [`stats`] and [`faults`] (for tests).
 
 use forebay_quant::MatrixView;
 
@@ -24,6 +24,7 @@ mod cache;
 pub mod depth;
 pub mod error;
 pub mod faults;
+pub mod heap;
 pub mod io;
 pub mod layout;
 pub mod map;

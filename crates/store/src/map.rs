@@ -1,6 +1,6 @@
 //! A file mapped read-only.
 //!
-//! This is one of the crate's three unsafe modules, and its promise is weaker than one would wish: a
+//! This is one of the crate's four unsafe modules, and its promise is weaker than one would wish: a
 //! file that another process truncates while it is mapped makes the kernel send SIGBUS on the next
 //! touch of a lost page, and one that is rewritten in place changes under our references. No program
 //! can prevent that; we check length and time when the file is opened and again at each pass

@@ -6,7 +6,7 @@
 //! ownership: nobody can look at a region while a read can still write into it, whether the read is
 //! done by a thread or by the kernel on its own.
 //!
-//! This is one of the crate's three unsafe modules. Its invariants:
+//! This is one of the crate's four unsafe modules. Its invariants:
 //! - R1: `ptr..ptr + len` is one live, readable and writable, initialised allocation, owned by the
 //!   `Mapping`, and released only when that drops.
 //! - R2: a `Region` holds the only handle of its mapping.

@@ -1,6 +1,6 @@
 //! `io_uring`: reads made by the Linux kernel on its own.
 //!
-//! This is one of the crate's three unsafe modules. While a read is in flight the kernel writes into
+//! This is one of the crate's four unsafe modules. While a read is in flight the kernel writes into
 //! memory behind the compiler's back. Its invariants:
 //! - U1: a read that was handed over is in `in_flight`, with the piece whose memory it fills, until its
 //!   completion was taken from the ring; so the memory exists and nobody else can reach it (a piece is

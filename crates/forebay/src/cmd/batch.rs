@@ -27,6 +27,7 @@ struct Line {
 }
 
 pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
+    forebay_store::heap::settle();
     args.sampling.params(None)?;
     if args.parallel == 0 {
         return Err(usage("--parallel must be at least 1"));
@@ -43,10 +44,12 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let parallel = args.parallel.min(todo.len());
-    let (service, _peak) = serve::service(&args.model, &args.sampling, parallel, parallel, None)?;
+    let (service, _peak) =
+        serve::service(&args.model, &args.sampling, parallel, parallel, None, 0)?;
     let cancel = interruption();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
+        .max_blocking_threads(2)
         .enable_all()
         .build()
         .context("starting a thread")?;

@@ -43,7 +43,7 @@ pub trait Input {
 }
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let (service, _peak) = serve::service(&args.model, &args.sampling, 1, 0, None)?;
+    let (service, _peak) = serve::service(&args.model, &args.sampling, 1, 0, None, 0)?;
     let editor = Editor::new()?;
     let stdout = std::io::stdout();
     let colours = stdout.is_terminal() && std::env::var_os("NO_COLOR").is_none();
@@ -401,7 +401,7 @@ mod tests {
         let saved = dir.path().join("talk.json");
         let save: &'static str = format!("/save {}", saved.display()).leak();
         let load: &'static str = format!("/load {}", saved.display()).leak();
-        let (service, _peak) = serve::service(&args.model, &args.sampling, 1, 0, None).unwrap();
+        let (service, _peak) = serve::service(&args.model, &args.sampling, 1, 0, None, 0).unwrap();
         let mut chat = Chat {
             options: TalkOptions { max_tokens: Some(12), ..TalkOptions::default() },
             service,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use forebay_schedule::{Scheduler, SchedulerOptions};
-use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service};
+use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service, room};
 
 use crate::args::{SamplingArgs, ServeArgs};
 use crate::failure::usage;
@@ -16,8 +16,11 @@ use crate::term::{interruption, note, say};
 
 /// Most session files that are written.
 const MAX_SESSIONS: usize = 32;
+/// What the memory plan takes for the context where nothing is told.
+const DEFAULT_CONTEXT: usize = 4096;
 
 pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
+    forebay_store::heap::settle();
     args.sampling.params(None)?;
     let keys = match &args.api_keys {
         None => Vec::new(),
@@ -39,7 +42,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         return Err(usage("--parallel must be at least 1"));
     }
     let (service, loaded) =
-        service(&args.model, &args.sampling, args.parallel, args.queue, args.name)?;
+        service(&args.model, &args.sampling, args.parallel, args.queue, args.name, args.max_body)?;
     if let Some(dir) = args.sessions.clone() {
         let found = service.scheduler().with_engine(move |engine| engine.load_sessions(&dir));
         let (loaded, faults) = found.map_err(|_| anyhow::anyhow!("the engine is gone"))??;
@@ -67,6 +70,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let cancel = interruption();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
+        // Who renders and encodes prompts: as many prompts take memory at once.
+        .max_blocking_threads(2)
         .enable_all()
         .build()
         .context("starting the threads of the server")?;
@@ -91,19 +96,23 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A model that answers many at once. The second value lives as long as peak memory is to be measured.
+/// A model that answers many at once; `max_body` is 0 without HTTP. The second value lives as long as peak memory is to be measured.
 pub fn service(
     model: &crate::args::ModelArgs,
     sampling: &SamplingArgs,
     parallel: usize,
     queue: usize,
     name: Option<String>,
+    max_body: usize,
 ) -> anyhow::Result<(Arc<Service>, impl Sized + use<>)> {
-    let loaded = model::load(model, |options| {
+    let loaded = model::load_with(model, |options, tokenizer| {
         options.sequences = parallel;
         options.snapshots = parallel.min(4) * 2;
+        let context = options.context.unwrap_or(DEFAULT_CONTEXT);
+        options.caller_lines = room::ledger(max_body, parallel, tokenizer.vocab_size(), context);
     })?;
-    let Loaded { engine, tokenizer, template, recommended, peak, .. } = loaded;
+    let Loaded { mut engine, tokenizer, template, recommended, peak, warm, .. } = loaded;
+    warm.recall(&mut engine);
     let mut ends = engine.spec.eos_ids.clone();
     ends.extend(tokenizer.eos_ids());
     ends.sort_unstable();
@@ -130,6 +139,7 @@ pub fn service(
     note!("{}", engine.plan.summary());
     let options = SchedulerOptions { sequences: parallel, queue };
     let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;
+    scheduler.at_end(move |engine| warm.remember(engine));
     let service = Service::new(info, scheduler, tokenizer, template, ends, defaults);
     Ok((Arc::new(service), peak))
 }

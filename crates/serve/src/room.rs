@@ -1,0 +1,147 @@
+//! Memory that requests may take before they are answers: bodies, what they are parsed to, and texts that are
+//! encoded. It is bounded here and has lines in the memory plan.
+//!
+//! What a body will take is estimated from its bytes before it is parsed: a list of numbers grows forty times,
+//! a long text twice. Who finds no room is told to come again. A long text is encoded when no other one is.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use axum::body::Bytes;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::error::{ApiError, Kind};
+
+/// A parsed value, with the slack of the list that it is in.
+const BYTES_PER_VALUE: usize = 160;
+/// Bodies of the largest size that there is room for, so that one may be parsed.
+const BODIES: usize = 4;
+/// What encoding takes per byte of text, at most: a piece of text, its offsets, and its tokens.
+const ENCODING: u64 = 240;
+/// Texts above this many bytes are encoded one at a time.
+const LONG: usize = 128 << 10;
+/// A long text that the plan has room for, in bytes per position of the context.
+const TYPICAL: u64 = 8;
+/// Threads of the HTTP side: two that talk, two that render and encode, and the engine's own.
+const THREADS: u64 = 5;
+/// What such a thread touches of its stack.
+const STACK: u64 = 512 << 10;
+/// The trie of a vocabulary and those of its slices, per token.
+const TRIE: u64 = 256;
+/// State of one answer that follows a grammar.
+const PARSER: u64 = 2 << 20;
+
+/// Lines of the memory plan: what a server takes besides the engine. `max_body` is 0 where no HTTP is.
+pub fn ledger(
+    max_body: usize,
+    parallel: usize,
+    vocab: usize,
+    context: usize,
+) -> Vec<(&'static str, u64)> {
+    let texts = ENCODING * (LONG as u64 + TYPICAL * context as u64);
+    vec![
+        ("request bodies", if max_body > 0 { bodies(max_body) as u64 } else { 0 }),
+        ("texts being encoded", texts),
+        ("grammars", TRIE * vocab as u64 + PARSER * parallel as u64),
+        ("threads of the server", if max_body > 0 { THREADS * STACK } else { 0 }),
+    ]
+}
+
+/// Room for bodies.
+pub(crate) struct Bodies {
+    free: Arc<Semaphore>,
+    all: usize,
+}
+
+/// A part of the room; it is free again when this is dropped.
+pub(crate) type Held = OwnedSemaphorePermit;
+
+tokio::task_local! {
+    static HELD: RefCell<Option<Held>>;
+}
+
+impl Bodies {
+    /// For bodies of at most so many bytes.
+    pub fn new(max_body: usize) -> Bodies {
+        let all = kib(bodies(max_body));
+        Bodies { free: Arc::new(Semaphore::new(all)), all }
+    }
+
+    /// Room for `bytes` more.
+    pub fn take(&self, bytes: usize) -> Result<Held, ApiError> {
+        let wanted = kib(bytes).min(self.all);
+        let held = self.free.clone().try_acquire_many_owned(wanted as u32);
+        held.map_err(|_| {
+            ApiError::new(Kind::Busy, "other large requests are being read; try again in a moment")
+        })
+    }
+
+    /// Room for what a body is parsed to, the body included.
+    pub fn take_parsed(&self, body: &Bytes) -> Result<Held, ApiError> {
+        let values = body.iter().filter(|b| matches!(b, b',' | b':' | b'[' | b'{')).count();
+        let need = 2 * body.len() + BYTES_PER_VALUE * values;
+        if kib(need) > self.all {
+            let what = "the body holds more values than there is memory for; send fewer, or serve with a larger \
+                        --max-body";
+            return Err(ApiError::new(Kind::TooLarge, what));
+        }
+        self.take(need)
+    }
+}
+
+/// However small a body must be, there is room for many that are read at once.
+fn bodies(max_body: usize) -> usize {
+    BODIES * max_body.max(256 << 10)
+}
+
+fn kib(bytes: usize) -> usize {
+    bytes.div_ceil(1 << 10).min(Semaphore::MAX_PERMITS).min(u32::MAX as usize)
+}
+
+/// Runs a request's handler, which holds its room until [`release`] takes it.
+pub(crate) async fn holding<F: Future>(held: Held, handler: F) -> F::Output {
+    HELD.scope(RefCell::new(Some(held)), handler).await
+}
+
+/// The room of the request that is handled: it is needed no longer than its text is not yet encoded.
+pub(crate) fn release() -> Option<Held> {
+    HELD.try_with(|held| held.borrow_mut().take()).ok().flatten()
+}
+
+/// Whose turn it is to encode a long text.
+#[derive(Default)]
+pub(crate) struct Encoding(Mutex<()>);
+
+impl Encoding {
+    /// Waits for it where the text is long.
+    pub fn turn(&self, bytes: usize) -> Option<MutexGuard<'_, ()>> {
+        // Nothing is guarded that a panic could leave half done.
+        (bytes > LONG).then(|| self.0.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_is_counted_and_given_back() {
+        let bodies = Bodies::new(1 << 20);
+        let text = Bytes::from(vec![b'x'; 1 << 20]);
+        let first = bodies.take_parsed(&text).unwrap();
+        let second = bodies.take_parsed(&text).unwrap();
+        assert_eq!(bodies.take_parsed(&text).unwrap_err().kind, Kind::Busy);
+        assert_eq!(bodies.take(1).unwrap_err().kind, Kind::Busy);
+        drop(first);
+        let third = bodies.take_parsed(&text).unwrap();
+        drop((second, third));
+        // Small in bytes, large in memory.
+        let numbers = Bytes::from(b"1,".repeat(100 << 10));
+        assert_eq!(bodies.take_parsed(&numbers).unwrap_err().kind, Kind::TooLarge);
+        let some = Bytes::from(b"1,".repeat(20 << 10));
+        let held = bodies.take_parsed(&some).unwrap();
+        assert!(bodies.take(3 << 20).is_err());
+        drop(held);
+        assert!(bodies.take(3 << 20).is_ok());
+    }
+}
