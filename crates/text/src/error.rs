@@ -68,6 +68,18 @@ pub enum TextError {
         /// What went wrong.
         detail: String,
     },
+    /// The template wanted to do more than one prompt is worth.
+    #[error(
+        "chat template `{template}` exceeds {what} ({limit}); shorten the conversation, or use another template"
+    )]
+    LimitExceeded {
+        /// Its name among the model's templates.
+        template: String,
+        /// What it would have exceeded.
+        what: &'static str,
+        /// How much is allowed.
+        limit: String,
+    },
     /// The template itself refused the conversation (`raise_exception`).
     #[error("the chat template refuses this conversation: {message}")]
     Refused {
@@ -102,6 +114,7 @@ impl TextError {
             Self::BadValue { .. } | Self::Tokenize { .. } => "BadValue",
             Self::Unsupported { .. } | Self::UnsupportedPart { .. } => "Unsupported",
             Self::Template { .. } => "TemplateError",
+            Self::LimitExceeded { .. } => "LimitExceeded",
             Self::Refused { .. } => "TemplateRefused",
             Self::BadRequest { .. } => "BadRequest",
         }

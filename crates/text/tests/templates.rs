@@ -248,11 +248,7 @@ fn faults_of_a_template() {
     for source in rows {
         assert_eq!(ChatTemplate::new(source).unwrap_err().class(), "TemplateError");
     }
-    for source in [
-        "a\n{{ none.x.y }}",
-        "{{ missing | tojson }}",
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    ] {
+    for source in ["a\n{{ none.x.y }}", "{{ missing | tojson }}"] {
         let error = ChatTemplate::new(source).unwrap().render(&ChatRequest::default()).unwrap_err();
         assert_eq!(error.class(), "TemplateError", "{error}");
     }

@@ -3,9 +3,9 @@
 use std::ops::RangeInclusive;
 
 use minijinja::value::{Rest, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
 
-use super::{json, methods, python};
+use super::{costs, json, meter, methods, python};
 use crate::error::{TextError, one_line};
 
 /// Private-use characters that stand for characters of user text while a template runs.
@@ -17,25 +17,33 @@ const FUEL: u64 = 20_000_000;
 /// An empty environment with everything that templates count on.
 pub(super) fn environment() -> Environment<'static> {
     let mut env = Environment::new();
-    env.set_trim_blocks(true);
-    env.set_lstrip_blocks(true);
+    env.set_debug(false);
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_unknown_method_callback(methods::call);
-    env.set_formatter(|out, _, value| out.write_str(&python::str_of(value)).map_err(Error::from));
+    env.set_formatter(|out, _, value| write(out, value));
     set_fuel(&mut env);
+    costs::install(&mut env);
+    costs::install_operations(&mut env);
 
-    env.add_filter("tojson", |value: Value, args: Rest<Value>| {
-        json::tojson(&value, args).map(Value::from_safe_string)
-    });
-    env.add_filter("string", |value: Value| python::str_of(&value));
+    let tojson =
+        |value: Value, args: Rest<Value>| json::tojson(&value, args).map(Value::from_safe_string);
     // Of a list, the letters of its repr: types of a parameter are given so.
-    env.add_filter("upper", |value: Value| python::str_of(&value).to_uppercase());
-    env.add_filter("lower", |value: Value| python::str_of(&value).to_lowercase());
-    env.add_filter("trim", |value: Value, chars: Option<String>| {
+    let upper = |value: Value| python::str_of(&value).to_uppercase();
+    let lower = |value: Value| python::str_of(&value).to_lowercase();
+    let trim = |value: Value, chars: Option<String>| {
         methods::strip(&python::str_of(&value), chars.as_deref(), true, true).to_owned()
-    });
-    env.add_filter("items", items);
-    env.add_filter("join", join);
+    };
+    for (name, filter) in [
+        ("tojson", Value::from_function(tojson)),
+        ("string", Value::from_function(|value: Value| python::str_of(&value))),
+        ("upper", Value::from_function(upper)),
+        ("lower", Value::from_function(lower)),
+        ("trim", Value::from_function(trim)),
+        ("items", Value::from_function(items)),
+        ("join", Value::from_function(join)),
+    ] {
+        costs::own_filter(&mut env, name, filter);
+    }
 
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     env.add_test("sequence", |value: &Value| {
@@ -46,10 +54,22 @@ pub(super) fn environment() -> Environment<'static> {
     });
 
     env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
+        meter::make(meter::weigh(&message)?.bytes().saturating_mul(2))?;
         let refusal = Refusal(python::str_of(&message));
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(refusal))
     });
     env
+}
+
+/// Writes a value as Python prints it.
+fn write(out: &mut Output<'_>, value: &Value) -> Result<(), Error> {
+    if let Some(text) = value.as_str() {
+        meter::make(text.len() as u64)?;
+        return out.write_str(text).map_err(Error::from);
+    }
+    // Printed once and written once.
+    meter::make(meter::weigh(value)?.bytes().saturating_mul(2))?;
+    out.write_str(&python::str_of(value)).map_err(Error::from)
 }
 
 /// Bounds the work of a rendering.
@@ -96,8 +116,19 @@ impl std::fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-/// A template's own refusal, or what went wrong and where.
-pub(super) fn template_error(error: &Error) -> TextError {
+/// A template's own refusal, a limit that it ran into, or what went wrong and where.
+pub(super) fn template_error(name: &str, error: &Error) -> TextError {
+    let out_of_fuel = (error.kind() == ErrorKind::OutOfFuel).then_some("the steps it may take");
+    if let Some(what) = meter::exceeded().or(out_of_fuel) {
+        return TextError::LimitExceeded {
+            template: one_line(name).chars().take(60).collect(),
+            what,
+            limit: match what {
+                "the steps it may take" => format!("{FUEL} steps"),
+                _ => meter::limits(),
+            },
+        };
+    }
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     let mut innermost = error;
     while let Some(at) = cause {

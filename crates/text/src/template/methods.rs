@@ -5,6 +5,8 @@ use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
+use super::costs;
+
 /// Calls a method on a value.
 pub(crate) fn call(
     state: &State,
@@ -12,6 +14,7 @@ pub(crate) fn call(
     method: &str,
     args: &[Value],
 ) -> Result<Value, Error> {
+    costs::before_method(value, method, args)?;
     let own = match (value.kind(), value.as_str()) {
         (ValueKind::String, Some(text)) => on_text(text, method, args)?,
         (ValueKind::Map, _) => on_dict(value, method, args)?,

@@ -1,8 +1,11 @@
 //! Chat templates: a conversation to a prompt, byte for byte as transformers' `apply_chat_template` renders it.
 
 mod clock;
+mod costs;
 mod environment;
 mod json;
+mod meter;
+mod metered;
 mod methods;
 mod python;
 mod request;
@@ -17,6 +20,7 @@ use serde_json::{Map, Value};
 use crate::error::{Result, TextError};
 use crate::tokenizer::read_optional;
 pub(crate) use environment::PLACEHOLDERS;
+use metered::Program;
 pub use request::ChatRequest;
 
 /// Name of the template that serves every conversation.
@@ -28,6 +32,8 @@ const TOOL_USE: &str = "tool_use";
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// In the order of `sources`.
+    programs: Vec<Program>,
     /// Name and source, the default one first.
     sources: Vec<(String, String)>,
     /// Takes a message's content as a list of parts itself.
@@ -44,13 +50,15 @@ impl ChatTemplate {
 
     fn from_named(mut sources: Vec<(String, String)>) -> Result<Self> {
         sources.sort_by_key(|(name, _)| name != DEFAULT);
-        let mut environment = environment::environment();
+        let environment = environment::environment();
+        let mut programs = Vec::new();
+        meter::start(0);
         for (name, source) in &sources {
-            environment
-                .add_template_owned(name.clone(), environment::without_generation_tags(source))
-                .map_err(|error| environment::template_error(&error))?;
+            let program = Program::new(name, environment::without_generation_tags(source));
+            programs.push(program.map_err(|error| environment::template_error(name, &error))?);
         }
-        let mut template = Self { environment, sources, takes_parts: false, tokens: Map::new() };
+        let tokens = Map::new();
+        let mut template = Self { environment, programs, sources, takes_parts: false, tokens };
         template.takes_parts = template.probe_parts();
         Ok(template)
     }
@@ -175,8 +183,9 @@ impl ChatTemplate {
     fn render_once(&self, request: &ChatRequest) -> Result<String> {
         let tools = request.tools.as_deref().unwrap_or_default();
         let wants_tools = !tools.is_empty();
-        let has_tool_use = wants_tools && self.sources.iter().any(|(name, _)| name == TOOL_USE);
-        let name = if has_tool_use { TOOL_USE } else { &self.sources[0].0 };
+        let for_tools = self.programs.iter().find(|p| wants_tools && p.name() == TOOL_USE);
+        let program = for_tools.unwrap_or(&self.programs[0]);
+        meter::start(request.bytes());
 
         let mut context: BTreeMap<String, Jinja> = BTreeMap::new();
         for (name, value) in &self.tokens {
@@ -198,13 +207,14 @@ impl ChatTemplate {
         context
             .insert("add_generation_prompt".to_owned(), Jinja::from(request.add_generation_prompt));
         let now = request.clock()?;
-        let strftime = move |format: &str| now.strftime(format);
+        let strftime = move |format: &str| {
+            meter::make(64 * format.len() as u64)?;
+            now.strftime(format)
+        };
         context.insert("strftime_now".to_owned(), Jinja::from_function(strftime));
 
-        self.environment
-            .get_template(name)
-            .and_then(|template| template.render(context))
-            .map_err(|error| environment::template_error(&error))
+        let text = program.render(&self.environment, Jinja::from_serialize(&context));
+        text.map_err(|error| environment::template_error(program.name(), &error))
     }
 
     /// Whether the template takes a list of parts and writes their text.

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::clock::Clock;
-use super::json;
+use super::{json, meter};
 use crate::error::{Result, TextError};
 
 /// What a template renders.
@@ -56,6 +56,13 @@ impl ChatRequest {
                 detail: format!("`{text}` is not a time such as 2026-01-02T03:04:05"),
             }),
         }
+    }
+
+    /// About the bytes of all that a template sees.
+    pub(crate) fn bytes(&self) -> u64 {
+        let tools = self.tools.as_deref().unwrap_or_default();
+        let values = self.messages.iter().chain(tools).chain(self.kwargs.values());
+        values.map(meter::json_bytes).sum()
     }
 
     /// Whether templates could see it: what is wrong with its messages or tools, before it is changed.
