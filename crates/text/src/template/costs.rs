@@ -4,10 +4,13 @@
 //! which call filters by name, cannot go around. What is charged is an upper bound of the order of the result; a bound
 //! that is too high only costs allowance.
 
-use minijinja::value::{Rest, ValueKind};
+use std::sync::Arc;
+
+use minijinja::value::{Enumerator, Object, ObjectRepr, Rest, ValueKind};
 use minijinja::{Environment, Error, State, Value, filters, functions, tests};
 
 use super::meter::{self, VALUE_BYTES};
+use super::slice;
 
 /// How the result of an operation grows with its operands.
 #[derive(Clone, Copy, PartialEq)]
@@ -61,6 +64,7 @@ pub(super) fn install(env: &mut Environment<'static>) {
         }
     }
 
+    env.add_function("range", range);
     // It prints everything that there is, to nobody's use.
     env.remove_global("debug");
     for (name, function) in [
@@ -75,6 +79,33 @@ pub(super) fn install(env: &mut Environment<'static>) {
             function.call(state, &args)
         });
     }
+}
+
+/// What `range` gives. Templates loop over one per message, and no item of it is ever held: it is known by its type.
+#[derive(Debug)]
+struct Range {
+    start: i64,
+    step: i64,
+    len: usize,
+}
+
+impl Object for Range {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Iterable
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        let (start, step) = (self.start, self.step);
+        let items = (0..self.len).map(move |i| Value::from(start + step * i as i64));
+        Enumerator::Iter(Box::new(items))
+    }
+}
+
+fn range(lower: isize, upper: Option<isize>, step: Option<isize>) -> Result<Value, Error> {
+    // Refuses what is no range, and what is too long.
+    let len = functions::range(lower, upper, step)?.len().unwrap_or(0);
+    let start = upper.map_or(0, |_| lower as i64);
+    Ok(Value::from_object(Range { start, step: step.map_or(1, |s| s as i64), len }))
 }
 
 /// Adds a filter under its cost.
@@ -283,16 +314,12 @@ pub(super) fn install_operations(env: &mut Environment<'static>) {
     env.add_filter(super::metered::DEFINED, |_: Value| meter::make(1024).map(|()| ""));
     env.add_filter(super::metered::LOOPED, |value: Value| {
         meter::make(256)?;
-        items(&value).map(|()| value)
-    });
-    env.add_filter(super::metered::SLICED, |value: Value| {
-        match value.as_str() {
-            Some(text) => meter::make(5 * text.len() as u64)?,
-            None if meter::holds(&value) => meter::nest()?,
-            None => {}
+        if value.downcast_object_ref::<Range>().is_none() {
+            items(&value)?;
         }
         Ok::<Value, Error>(value)
     });
+    env.add_filter(super::metered::SLICED, slice::slice);
     env.add_filter(super::metered::JOINED, |value: Value, constant_bytes: u64| {
         let bytes = match value.as_str() {
             Some(text) => text.len() as u64,

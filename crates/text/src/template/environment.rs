@@ -12,7 +12,7 @@ use crate::error::{TextError, one_line};
 pub(crate) const PLACEHOLDERS: RangeInclusive<char> = '\u{f1000}'..='\u{f1fff}';
 
 /// Work that one rendering may do: a template is somebody else's program.
-const FUEL: u64 = 20_000_000;
+const FUEL: u64 = 30_000_000;
 
 /// An empty environment with everything that templates count on.
 pub(super) fn environment() -> Environment<'static> {

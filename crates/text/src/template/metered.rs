@@ -22,7 +22,7 @@ pub(super) const WEIGHED: &str = "weighed";
 pub(super) const DEFINED: &str = "defined";
 /// What a loop goes over.
 pub(super) const LOOPED: &str = "looped";
-/// What is sliced.
+/// A slice, whole.
 pub(super) const SLICED: &str = "sliced";
 /// An operand of `~`.
 pub(super) const JOINED: &str = "joined";
@@ -326,13 +326,11 @@ fn expr<'s>(of: &Expr<'s>) -> Expr<'s> {
         Expr::Var(e) => Expr::Var(Spanned::new(ast::Var { id: e.id }, e.span())),
         Expr::Const(e) => constant(e.value.clone(), e.span()),
         Expr::Slice(e) => {
-            let slice = ast::Slice {
-                expr: through(SLICED, expr(&e.expr), vec![], e.span()),
-                start: optional(&e.start),
-                stop: optional(&e.stop),
-                step: optional(&e.step),
+            let bound = |of: &Option<Expr<'s>>| {
+                optional(of).unwrap_or_else(|| constant(Value::from(()), e.span()))
             };
-            Expr::Slice(Spanned::new(slice, e.span()))
+            let bounds = vec![bound(&e.start), bound(&e.stop), bound(&e.step)];
+            through(SLICED, expr(&e.expr), bounds, e.span())
         }
         Expr::UnaryOp(e) => {
             let op = match e.op {

@@ -9,6 +9,7 @@ mod metered;
 mod methods;
 mod python;
 mod request;
+mod slice;
 
 use std::collections::BTreeMap;
 use std::path::Path;
