@@ -87,7 +87,10 @@ impl From<TextError> for ApiError {
             TextError::BadRequest { field, .. } | TextError::UnsupportedPart { field, .. } => {
                 ApiError { kind: Kind::Invalid, message, param: Some(field) }
             }
-            TextError::Refused { .. } | TextError::NoTemplate | TextError::Template { .. } => {
+            TextError::Refused { .. }
+            | TextError::NoTemplate
+            | TextError::LimitExceeded { .. }
+            | TextError::Template { .. } => {
                 ApiError { kind: Kind::Invalid, message, param: Some("messages".into()) }
             }
             _ => ApiError::new(Kind::Internal, message),

@@ -164,8 +164,17 @@ fn bad_requests_name_the_field() {
         (json!([{"content": "a"}]), "messages[0].role", "BadRequest"),
         (json!(["a"]), "messages[0]", "BadRequest"),
     ];
-    for (messages, part, class) in rows {
-        let error = template.render(&request(json!({"messages": messages}))).unwrap_err();
+    let lines = "a\n".repeat(1000);
+    let of_kind = json!([{"role": "user", "content": [{"type": lines}]}]);
+    let rows = rows
+        .into_iter()
+        .map(|(messages, part, class)| (json!({"messages": messages}), part, class));
+    for (value, part, class) in rows.chain([
+        (json!({"messages": of_kind}), "messages[0].content[0]", "Unsupported"),
+        (json!({"now": lines}), "now", "BadRequest"),
+    ]) {
+        let error = template.render(&request(value)).unwrap_err();
+        assert!(error.to_string().len() < 200, "{error}");
         assert!(error.to_string().contains(part), "{error}");
         assert!(!error.to_string().contains('\n'));
         assert_eq!(error.class(), class, "{error}");

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::clock::Clock;
 use super::{json, meter};
-use crate::error::{Result, TextError};
+use crate::error::{Result, TextError, one_line};
 
 /// What a template renders.
 #[derive(Clone, Debug, Deserialize)]
@@ -51,9 +51,9 @@ impl ChatRequest {
     pub(crate) fn clock(&self) -> Result<Clock> {
         match &self.now {
             None => Ok(Clock::system()),
-            Some(text) => Clock::parse(text).ok_or_else(|| TextError::BadRequest {
-                field: "now".to_owned(),
-                detail: format!("`{text}` is not a time such as 2026-01-02T03:04:05"),
+            Some(text) => Clock::parse(text).ok_or_else(|| {
+                let text = shown(text);
+                bad("now", format!("`{text}` is not a time such as 2026-01-02T03:04:05"))
             }),
         }
     }
@@ -98,6 +98,11 @@ impl ChatRequest {
         }
         any.then_some(request)
     }
+}
+
+/// A client's text in a message: on one line, and not all of it.
+fn shown(text: &str) -> String {
+    one_line(text).chars().take(60).collect()
 }
 
 fn bad(field: impl Into<String>, detail: impl Into<String>) -> TextError {
@@ -148,7 +153,7 @@ fn normalize_content(message: &mut Map<String, Value>, path: &str, keep_parts: b
             "unknown"
         });
         if kind != "text" {
-            return Err(TextError::UnsupportedPart { field, kind: kind.to_owned() });
+            return Err(TextError::UnsupportedPart { field, kind: shown(kind) });
         }
         let text = part["text"]
             .as_str()
