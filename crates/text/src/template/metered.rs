@@ -333,6 +333,7 @@ fn expr<'s>(of: &Expr<'s>) -> Expr<'s> {
             through(SLICED, expr(&e.expr), bounds, e.span())
         }
         Expr::UnaryOp(e) => {
+            #[allow(clippy::needless_match, reason = "the kind is neither Copy nor Clone")]
             let op = match e.op {
                 ast::UnaryOpKind::Not => ast::UnaryOpKind::Not,
                 ast::UnaryOpKind::Neg => ast::UnaryOpKind::Neg,
