@@ -113,7 +113,8 @@ mod tests {
     #[test]
     fn slices_as_python() {
         let list = Value::from((0..5).collect::<Vec<i64>>());
-        let rows: [(Option<i64>, Option<i64>, i64, &[i64]); 13] = [
+        type Row = (Option<i64>, Option<i64>, i64, &'static [i64]);
+        let rows: [Row; 13] = [
             (None, None, 1, &[0, 1, 2, 3, 4]),
             (None, None, -1, &[4, 3, 2, 1, 0]),
             (Some(1), None, 1, &[1, 2, 3, 4]),
