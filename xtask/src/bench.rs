@@ -2,8 +2,8 @@
 //!
 //! One run of `forebay bench` per budget (GiB), as a row of a Markdown table. `--cap` is a command that
 //! limits memory, `{bytes}` in it being the budget: `systemd-run --scope -q -p MemoryMax={bytes} -p
-//! MemorySwapMax=0`. A model's own plan for the same budgets, with the routing that was recorded in the
-//! first run, stands beside what was measured.
+//! MemorySwapMax=0`. Beside what was measured stands what `plan` says just before, with the choices of
+//! experts that an earlier run recorded as its prior.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -33,17 +33,23 @@ pub fn run(args: Vec<String>) -> anyhow::Result<()> {
     }
     let bench = Bench { binary: binary()?, model, cap, rest };
     let trace = std::env::temp_dir().join(format!("forebay-trace-{}", std::process::id()));
-    let plan = bench.plan(&budgets, &trace);
+    let recorded = bench.record(&budgets, &trace);
+    if let Err(e) = &recorded {
+        eprintln!("no trace, so no prediction: {e}");
+    }
     println!(
-        "| budget | slots a layer | prefill t/s | decode t/s (min to max) | predicted | hits | read a token | \
-         while reading | overall | disk | memory | peak | container |"
+        "| budget | slots a layer | prefill t/s (min to max) | read of union | decode t/s (min to max) | \
+         predicted | hits | read a token | while reading | phase model | disk | memory | peak | container |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     let mut kept = Vec::new();
     for &budget in &budgets {
+        let planned = recorded.as_ref().ok().map(|()| bench.plan(budget, &trace));
+        let planned = planned.and_then(|p| p.map_err(|e| eprintln!("no prediction: {e}")).ok());
         match bench.measure(budget) {
-            Ok(report) => {
-                println!("{}", row(budget, &report, &plan));
+            Ok(mut report) => {
+                report["planned"] = planned.unwrap_or(Value::Null);
+                println!("{}", row(budget, &report));
                 kept.push(report);
             }
             Err(e) => println!("| {budget} GiB | {e} |"),
@@ -98,40 +104,36 @@ impl Bench {
         Self::json(command.args(&self.rest))
     }
 
-    /// What `forebay plan` says for the budgets, from choices recorded just before.
-    fn plan(&self, budgets: &[f64], trace: &Path) -> Value {
-        let most = budgets.iter().copied().fold(0.0, f64::max);
-        let bytes = (most * GIB) as u64;
+    /// Records the experts that a run chooses, with the tokens of the measurement.
+    fn record(&self, budgets: &[f64], trace: &Path) -> anyhow::Result<()> {
+        let bytes = (budgets.iter().copied().fold(0.0, f64::max) * GIB) as u64;
+        let at = self.rest.iter().position(|o| o == "--gen-tokens");
+        let tokens = at.and_then(|at| self.rest.get(at + 1)).map_or("64", String::as_str);
         let ids = trace.with_extension("ids");
-        // The same tokens as those of the measurement.
-        let options: Vec<&str> = self.rest.iter().map(String::as_str).collect();
-        let value = |name: &str, default: &str| {
-            let at = options.iter().position(|o| *o == name);
-            at.and_then(|at| options.get(at + 1)).map_or(default.to_string(), |v| v.to_string())
-        };
-        let planned = || -> anyhow::Result<Value> {
-            std::fs::write(&ids, "[1,2,3,4]")?;
-            let mut command = self.command(bytes);
-            command.args(["trace", &self.model, "--memory", &bytes.to_string(), "--prompt-ids"]);
-            command.arg(&ids).args(["--tokens", &value("--gen-tokens", "64"), "--json", "--out"]);
-            Self::json(command.arg(trace))?;
-            let list: Vec<String> =
-                budgets.iter().map(|b| ((b * GIB) as u64).to_string()).collect();
-            let mut command = self.command(bytes);
-            command.args(["plan", &self.model, "--json", "--memory", &bytes.to_string()]);
-            command.arg("--budgets").arg(list.join(",")).arg("--prior").arg(trace);
-            Self::json(&mut command)
-        };
-        let plan = planned();
+        std::fs::write(&ids, "[1,2,3,4]")?;
+        let mut command = self.command(bytes);
+        command.args(["trace", &self.model, "--memory", &bytes.to_string(), "--prompt-ids"]);
+        command.arg(&ids).args(["--tokens", tokens, "--json", "--out"]).arg(trace);
+        let recorded = Self::json(&mut command);
         let _ = std::fs::remove_file(ids);
-        plan.unwrap_or_else(|e| {
-            eprintln!("no plan: {e}");
-            Value::Null
-        })
+        recorded.map(|_| ())
+    }
+
+    /// What `forebay plan` says for a budget.
+    fn plan(&self, budget: f64, trace: &Path) -> anyhow::Result<Value> {
+        let bytes = ((budget * GIB) as u64).to_string();
+        let mut command = self.command((budget * GIB) as u64);
+        command.args(["plan", &self.model, "--json", "--memory", &bytes, "--budgets", &bytes]);
+        let at = self.rest.iter().position(|o| o == "--context");
+        if let Some(context) = at.and_then(|at| self.rest.get(at + 1)) {
+            command.args(["--context", context]);
+        }
+        let plan = Self::json(command.arg("--prior").arg(trace))?;
+        Ok(plan["budgets"][0].clone())
     }
 }
 
-fn row(budget: f64, r: &Value, plan: &Value) -> String {
+fn row(budget: f64, r: &Value) -> String {
     let number = |v: &Value, digits: usize| match v.as_f64() {
         Some(x) => format!("{x:.digits$}"),
         None => "-".into(),
@@ -140,24 +142,26 @@ fn row(budget: f64, r: &Value, plan: &Value) -> String {
     let mib = |v: &Value| v.as_f64().map_or("-".into(), |x| format!("{:.0} MiB", x / 1048576.0));
     let gib = |v: &Value| v.as_f64().map_or("-".into(), |x| format!("{:.2} GiB", x / GIB));
     let gb = |v: &Value| v.as_f64().map_or("-".into(), |x| format!("{:.2} GB/s", x / 1e9));
-    let bytes = (budget * GIB) as u64;
-    let planned = plan["budgets"]
-        .as_array()
-        .and_then(|all| all.iter().find(|b| b["bytes"].as_u64() == Some(bytes)).cloned());
-    let planned = planned.unwrap_or(Value::Null);
-    let decode = &r["decode_tokens_per_s"];
+    let planned = &r["planned"];
+    let spread = |v: &Value, digits: usize| {
+        let [median, min, max] = ["median", "min", "max"].map(|key| number(&v[key], digits));
+        format!("{median} ({min} to {max})")
+    };
+    let of_union = match (r["prefill_disk_bytes"].as_f64(), r["prefill_union_bytes"].as_f64()) {
+        (Some(read), Some(union)) if union > 0.0 => Value::from(read / union),
+        _ => Value::Null,
+    };
     format!(
-        "| {budget} GiB | {} | {} | {} ({} to {}) | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+        "| {budget} GiB | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
         number(&planned["slots_per_layer"], 1),
-        number(&r["prefill_tokens_per_s"]["median"], 1),
-        number(&decode["median"], 2),
-        number(&decode["min"], 2),
-        number(&decode["max"], 2),
+        spread(&r["prefill_tokens_per_s"], 1),
+        percent(&of_union),
+        spread(&r["decode_tokens_per_s"], 2),
         number(&planned["decode_tokens_per_s"], 2),
         percent(&r["expert_hit_rate"]),
         mib(&r["disk_bytes_per_token"]),
         percent(&r["disk_fraction"]),
-        percent(&r["overall_fraction"]),
+        percent(&r["phase_model_fraction"]),
         gb(&r["disk_bandwidth_bytes_per_s"]),
         gb(&r["memory_bandwidth_bytes_per_s"]),
         gib(&r["peak_bytes"]),

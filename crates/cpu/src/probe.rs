@@ -11,15 +11,17 @@ use crate::matmul::{self, Input, Job, OutRows, Rows};
 use crate::pool::Pool;
 use crate::simd::Level;
 
-/// Bytes of a probed matrix: more than caches hold, few enough for a small budget.
-const BYTES: usize = 48 << 20;
+/// Bytes of a matrix probed with one row: several times what caches hold.
+const BYTES: usize = 144 << 20;
+/// Bytes of a matrix probed with many, whose place decides little.
+const BYTES_MANY: usize = 24 << 20;
 const COLS: usize = 2048;
 /// Rows of a product that is bound by arithmetic.
 const MANY: usize = 64;
 /// Every byte of the matrix: as a scale in any format it gives normal numbers.
 const FILLING: u8 = 0x33;
-/// Shortest time of a probe.
-const LEAST: Duration = Duration::from_millis(60);
+/// Shortest time of a probe: a machine that others use has moments.
+const LEAST: Duration = Duration::from_millis(150);
 
 /// What was found.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,9 +34,16 @@ pub struct Speed {
 
 /// Measures a format; activations are rounded to 8 bits if `q8` and the format is quantised.
 pub fn measure(pool: &Pool, level: Level, format: Format, q8: bool) -> Speed {
+    let one_row = rate(pool, level, format, q8, BYTES, 1);
+    let many_rows = rate(pool, level, format, q8, BYTES_MANY, MANY);
+    Speed { one_row, many_rows }
+}
+
+/// Weight bytes times rows per second, the median of a few products.
+fn rate(pool: &Pool, level: Level, format: Format, q8: bool, bytes: usize, rows: usize) -> f64 {
     let layouts = format.planes();
     let row_bytes: usize = layouts.iter().filter_map(|l| l.row_bytes(COLS)).sum();
-    let outputs = (BYTES / row_bytes).max(MANY) / 16 * 16;
+    let outputs = (bytes / row_bytes).max(16) / 16 * 16;
     let planes: Vec<(Vec<u8>, usize)> = layouts
         .iter()
         .map(|l| {
@@ -45,15 +54,17 @@ pub fn measure(pool: &Pool, level: Level, format: Format, q8: bool) -> Speed {
     let views: Vec<PlaneView<'_>> =
         planes.iter().map(|(data, stride)| PlaneView { data, stride: *stride }).collect();
     let weight = MatrixView::new(format, outputs, COLS, &views).expect("made to fit");
-    let x: Vec<f32> = (0..MANY * COLS).map(|i| (i % 17) as f32 - 8.0).collect();
+    // [rows, COLS]
+    let x: Vec<f32> = (0..rows * COLS).map(|i| (i % 17) as f32 - 8.0).collect();
     let q8 = q8 && format.is_quantized();
     let packed = q8.then(|| {
-        let mut rows = Q8Rows::new(MANY, COLS, format.act_order());
-        matmul::pack_rows(pool, level, &x, COLS, MANY, &mut rows);
-        rows
+        let mut packed = Q8Rows::new(rows, COLS, format.act_order());
+        matmul::pack_rows(pool, level, &x, COLS, rows, &mut packed);
+        packed
     });
-    let mut out = vec![0.0; MANY * outputs];
-    let mut run = |rows: usize| {
+    // [rows, outputs]
+    let mut out = vec![0.0; rows * outputs];
+    let mut run = || {
         let input = match &packed {
             Some(packed) => Input::Q8(packed),
             None => Input::F32 { data: &x, stride: COLS },
@@ -62,19 +73,15 @@ pub fn measure(pool: &Pool, level: Level, format: Format, q8: bool) -> Speed {
         let job = Job { weight, input, rows: Rows::All(rows), out, bias: None };
         matmul::run_jobs(pool, level, &[job]);
     };
-    let mut rate = |rows: usize| {
-        run(rows);
-        let (clock, mut times) = (Instant::now(), 0);
-        let mut best = f64::INFINITY;
-        while times < 3 || clock.elapsed() < LEAST {
-            let one = Instant::now();
-            run(rows);
-            best = best.min(one.elapsed().as_secs_f64());
-            times += 1;
-        }
-        (row_bytes * outputs * rows) as f64 / best.max(1e-9)
-    };
-    Speed { one_row: rate(1), many_rows: rate(MANY) }
+    run();
+    let (clock, mut times) = (Instant::now(), Vec::new());
+    while times.len() < 3 || clock.elapsed() < LEAST {
+        let one = Instant::now();
+        run();
+        times.push(one.elapsed());
+    }
+    times.sort_unstable();
+    (row_bytes * outputs * rows) as f64 / times[times.len() / 2].as_secs_f64().max(1e-9)
 }
 
 #[cfg(test)]

@@ -395,6 +395,13 @@ impl Engine {
         (block as usize, stats.queue_depth.max(1))
     }
 
+    /// Bytes of a routed expert on disk, the mean of all; 0 without experts.
+    pub fn expert_bytes(&self) -> u64 {
+        let Some(store) = &self.store else { return 0 };
+        let spec = store.spec();
+        spec.total_bytes().checked_div(spec.n_experts_total() as u64).unwrap_or(0)
+    }
+
     /// The files of the model.
     pub fn files(&self) -> &Arc<FileSet> {
         &self.files

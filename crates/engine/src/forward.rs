@@ -13,6 +13,7 @@ use forebay_program::{ExpertMatrices, MoeId, Pass, Segment, SequenceTables};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::pilot::Hint;
 use crate::state::Sequence;
 
 /// Rows to compute.
@@ -183,14 +184,19 @@ impl Engine {
         for tap in &mut self.taps {
             tap.routed(id.0, moe.top_k, routing);
         }
-        let union = union(&routing.ids, moe.n_experts);
-        self.pilot.chosen(id, &union);
-        store.begin(id.0, &union)?;
+        let chosen = union(&routing.ids, moe.n_experts);
+        self.pilot.chosen(id, &chosen);
+        store.begin(id.0, &chosen)?;
         phases.plan += clock.elapsed();
-        if let Some(pilot) = segment.pilot.as_ref().filter(|_| self.pilot.wanted(pass.rows())) {
+        let hint = self.pilot.hint(pass.rows());
+        if let Some(pilot) = segment.pilot.as_ref().filter(|_| hint != Hint::None) {
             timed(&mut phases.router, || self.backend.run(pass, &pilot.ops))?;
-            store
-                .guess(pilot.moe.0, self.pilot.guessed(pilot.moe, self.backend.guessed(pilot.moe)));
+            let ids = self.backend.guessed(pilot.moe);
+            match hint {
+                Hint::Announce => store
+                    .announce(pilot.moe.0, &union(ids, self.program.moes[pilot.moe.0].n_experts)),
+                _ => store.guess(pilot.moe.0, self.pilot.guessed(pilot.moe, ids)),
+            }
         }
         timed(&mut phases.body, || self.backend.run(pass, &segment.overlap))?;
         let mut leases = Vec::new();

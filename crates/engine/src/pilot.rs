@@ -25,7 +25,18 @@ pub enum Prefetch {
     On,
 }
 
-/// More rows than this choose so many experts that nothing has to be guessed.
+/// What the store is told of the next layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hint {
+    /// Nothing.
+    None,
+    /// What may be wanted.
+    Guess,
+    /// What will be wanted: the union of many rows' guesses is nearly the union of their choices.
+    Announce,
+}
+
+/// More rows than this choose so many experts that their union hardly has to be guessed.
 pub const MOST_ROWS: usize = 8;
 
 /// Passes of one kind before the other kind's turn.
@@ -76,14 +87,14 @@ impl Pilot {
         Pilot { mode, counts: vec![PilotCounts::default(); layers], guess: None, trial }
     }
 
-    /// Whether a pass of so many rows is to be guessed for.
-    pub fn wanted(&self, rows: usize) -> bool {
-        rows <= MOST_ROWS
-            && match self.mode {
-                Prefetch::Off => false,
-                Prefetch::On => true,
-                Prefetch::Auto => self.trial.guesses(),
-            }
+    /// What a pass of so many rows tells.
+    pub fn hint(&self, rows: usize) -> Hint {
+        match self.mode {
+            Prefetch::Off => Hint::None,
+            _ if rows > MOST_ROWS => Hint::Announce,
+            Prefetch::Auto if !self.trial.guesses() => Hint::None,
+            _ => Hint::Guess,
+        }
     }
 
     /// Takes a guess; returns the experts, distinct.
@@ -164,7 +175,7 @@ mod tests {
     fn run(pilot: &mut Pilot, passes: usize, with: u64, without: u64) -> usize {
         let mut guessed = 0;
         for _ in 0..passes {
-            let wanted = pilot.wanted(1);
+            let wanted = pilot.hint(1) == Hint::Guess;
             guessed += usize::from(wanted);
             let ms = if wanted { with } else { without };
             pilot.passed(1, Duration::from_millis(ms));
@@ -176,7 +187,7 @@ mod tests {
     fn stays_off_where_guesses_lose() {
         let mut pilot = Pilot::new(Prefetch::Auto, 2);
         let guessed = run(&mut pilot, 10_000, 12, 10);
-        assert!(!pilot.wanted(1));
+        assert_eq!(pilot.hint(1), Hint::None);
         assert!(guessed < 300, "{guessed} of 10000 passes paid for guesses that lose");
     }
 
@@ -190,11 +201,16 @@ mod tests {
     }
 
     #[test]
-    fn large_passes_are_not_guessed_for() {
-        let mut pilot = Pilot::new(Prefetch::On, 1);
-        assert!(pilot.wanted(1) && !pilot.wanted(MOST_ROWS + 1));
-        pilot.passed(512, Duration::ZERO);
-        assert!(!Pilot::new(Prefetch::Off, 1).wanted(1));
+    fn large_passes_announce_and_are_not_tried() {
+        for mode in [Prefetch::On, Prefetch::Auto] {
+            let mut pilot = Pilot::new(mode, 1);
+            assert_eq!(pilot.hint(MOST_ROWS + 1), Hint::Announce);
+            (0..10 * PAUSE).for_each(|_| pilot.passed(512, Duration::ZERO));
+            assert_eq!(pilot.trial.passes, 0);
+        }
+        assert_eq!(Pilot::new(Prefetch::On, 1).hint(1), Hint::Guess);
+        assert_eq!(Pilot::new(Prefetch::Auto, 1).hint(1), Hint::None);
+        assert_eq!(Pilot::new(Prefetch::Off, 1).hint(512), Hint::None);
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub struct Delta {
     pub phases: Phases,
     pub hits: u64,
     pub misses: u64,
+    /// Of the hits, those in passes with misses.
+    pub beside: u64,
     pub disk_bytes: u64,
     pub busy: Duration,
     pub memory_bytes: u64,
@@ -37,6 +39,7 @@ impl Delta {
             phases: b.phases.since(&a.phases),
             hits: b.store.hits.saturating_sub(a.store.hits),
             misses: b.store.misses.saturating_sub(a.store.misses),
+            beside: b.store.hits_beside_misses.saturating_sub(a.store.hits_beside_misses),
             disk_bytes: b.store.bytes_read.saturating_sub(a.store.bytes_read),
             busy: b.store.read_busy.saturating_sub(a.store.read_busy),
             memory_bytes: b.memory_bytes - a.memory_bytes,
@@ -109,8 +112,10 @@ impl Report<'_> {
         put("memory_bandwidth_bytes_per_s", json!(b.memory));
         put("disk_fraction", fraction(disk, busy, b.disk));
         put("overall_fraction", fraction(disk, step_s, b.disk));
+        put("phase_model_fraction", json!(self.phase_model()));
         put("memory_fraction", fraction(memory, step_s, b.memory));
         put("prefill_disk_bytes", json!(samples.last().map(|s| s.prefill.disk_bytes)));
+        put("prefill_union_bytes", json!(self.union_bytes()));
         put("budget_bytes", json!(self.engine.plan.budget));
         put("peak_bytes", json!(self.peak_bytes));
         put("mapped_bytes", json!(memory::mapped_bytes()));
@@ -127,6 +132,27 @@ impl Report<'_> {
         put("backend", json!(self.engine.backend_name()));
         put("simd", json!(self.engine.level().to_string()));
         Value::Object(out)
+    }
+
+    /// What the phases of decode would have taken with the disk at its raw speed, over what they took.
+    /// A pass's missing experts can be read while those that are there are computed; the rest of the
+    /// reads has to be waited for. Null where nothing was read.
+    fn phase_model(&self) -> Option<f64> {
+        let disk = self.bandwidths.disk?;
+        let sum =
+            |f: &dyn Fn(&Delta) -> f64| self.samples.iter().map(|s| f(&s.decode)).sum::<f64>();
+        let all = sum(&|d| d.phases.named().iter().map(|(_, s)| s).sum());
+        let compute = all - sum(&|d| d.phases.read_wait.as_secs_f64());
+        let experts = sum(&|d| d.phases.experts.as_secs_f64());
+        let beside = sum(&|d| d.beside as f64) / sum(&|d| (d.hits + d.misses) as f64).max(1.0);
+        let reads = sum(&|d| d.disk_bytes as f64) / disk;
+        (reads > 0.0 && all > 0.0).then(|| (compute + (reads - experts * beside).max(0.0)) / all)
+    }
+
+    /// Bytes of all experts that the last prompt's chunks wanted, each once a chunk.
+    fn union_bytes(&self) -> Option<u64> {
+        let experts = self.samples.last().map(|s| s.prefill.hits + s.prefill.misses)?;
+        Some(experts * self.engine.expert_bytes())
     }
 
     fn phases(&self) -> Value {

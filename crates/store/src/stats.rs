@@ -10,8 +10,10 @@ pub struct StoreStats {
     pub hits: u64,
     /// Experts of passes that had to be waited for.
     pub misses: u64,
-    /// Bytes read for misses, alignment included. What was read ahead is counted apart, and moves
-    /// here as far as it is still to be read when a pass demands it.
+    /// Of the hits, those of passes with misses: what could be computed while those were read.
+    pub hits_beside_misses: u64,
+    /// Bytes read for misses and for what was announced, alignment included. What was guessed is
+    /// counted apart, and moves here as far as it is still to be read when a pass demands it.
     pub bytes_read: u64,
     /// Reads for misses.
     pub reads: u64,
@@ -102,6 +104,7 @@ impl StoreStats {
     pub(crate) fn count(&mut self, layer: usize, hits: usize, misses: usize) {
         self.hits += hits as u64;
         self.misses += misses as u64;
+        self.hits_beside_misses += if misses > 0 { hits as u64 } else { 0 };
         self.layers[layer].hits += hits as u64;
         self.layers[layer].misses += misses as u64;
     }

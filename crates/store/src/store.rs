@@ -104,6 +104,14 @@ pub trait ExpertStore: Send {
         let _ = (layer_index, experts);
     }
 
+    /// The next pass will be over this layer and want these distinct experts, or nearly all of them, in
+    /// this order: they are read with the urgency of guesses into slots that the pass would take as
+    /// well, and count as demanded. The next pass over any layer ends it. Panics if an expert does not
+    /// exist.
+    fn announce(&mut self, layer_index: usize, experts: &[u16]) {
+        let _ = (layer_index, experts);
+    }
+
     /// Experts that were used, as (MoE layer, expert), hottest first, whether they are in memory or
     /// not. Empty where there is no pool.
     fn hot(&self) -> Vec<(usize, u16)> {

@@ -116,6 +116,46 @@ fn a_guess_that_comes_true_is_a_hit() {
 }
 
 #[test]
+fn what_is_announced_is_read_before_its_pass() {
+    let checkpoint = Checkpoint::new(35, 3, 8);
+    let files = FileSet::open(&checkpoint.entries, IoMode::Auto).unwrap();
+    let mut store = open(&checkpoint, files, 12);
+    whole_pass(&mut *store, &checkpoint, 0, &[0, 1]);
+    store.announce(1, &[2, 3, 4]);
+    until(&mut *store, "announced experts arrive", |store| resident(store, 1) == [2, 3, 4]);
+    let before = store.stats();
+    // 2 is not wanted in the end: what was read was read, and no guess was made.
+    whole_pass(&mut *store, &checkpoint, 1, &[3, 4, 5]);
+    let stats = store.stats();
+    assert_eq!((stats.hits, stats.misses, stats.hits_beside_misses), (2, 3, 2));
+    assert_eq!(stats.guesses, Default::default());
+    assert!(stats.bytes_read > before.bytes_read);
+    // Counted like the reads of a store that was told nothing.
+    let files = FileSet::open(&checkpoint.entries, IoMode::Auto).unwrap();
+    let mut other = open(&checkpoint, files, 12);
+    whole_pass(&mut *other, &checkpoint, 0, &[0, 1]);
+    whole_pass(&mut *other, &checkpoint, 1, &[2, 3, 4, 5]);
+    assert_eq!((stats.reads, stats.bytes_read), (other.stats().reads, other.stats().bytes_read));
+}
+
+#[test]
+fn announcements_leave_their_own_layer_and_quotas_alone() {
+    let checkpoint = Checkpoint::new(36, 2, 8);
+    let files = FileSet::open(&checkpoint.entries, IoMode::Auto).unwrap();
+    // Entitled to 4 and 3 experts, one is shared.
+    let mut store = open(&checkpoint, files, 8);
+    whole_pass(&mut *store, &checkpoint, 1, &[0, 1, 2]);
+    whole_pass(&mut *store, &checkpoint, 0, &[0, 1, 2, 3, 4]);
+    assert_eq!(resident(&*store, 0).len() + resident(&*store, 1).len(), 8);
+    store.announce(1, &[0, 1, 2, 3, 4, 5, 6, 7]);
+    until(&mut *store, "one arrives", |store| resident(store, 1).len() == 4);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(resident(&*store, 1)[..3], [0, 1, 2], "what is there stays");
+    assert_eq!((resident(&*store, 0).len(), resident(&*store, 1).len()), (4, 4));
+    whole_pass(&mut *store, &checkpoint, 1, &[0, 1, 2, 3, 4, 5, 6, 7]);
+}
+
+#[test]
 fn demanded_reads_overtake_guesses_and_join_them() {
     let checkpoint = Checkpoint::new(32, 3, 8);
     let gate = Arc::new(Gate::default());

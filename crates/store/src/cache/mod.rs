@@ -40,8 +40,17 @@ struct Slot {
     expert: u16,
     /// As it is sorted while idle.
     key: Key,
-    /// Filled by a guess and not used yet.
-    guessed: bool,
+    /// Filled ahead of demand and not used yet.
+    early: Option<Early>,
+}
+
+/// Why an expert is filled before a pass wants it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Early {
+    /// It will be used with some probability.
+    Guessed,
+    /// The pass that comes next will use it.
+    Announced,
 }
 
 #[derive(Debug)]
@@ -135,7 +144,7 @@ impl Cache {
         while self.slots() < slots {
             let id = self.gone.pop().unwrap_or_else(|| {
                 let state = State::Gone;
-                self.slots.push(Slot { state, layer: 0, expert: 0, key: 0, guessed: false });
+                self.slots.push(Slot { state, layer: 0, expert: 0, key: 0, early: None });
                 self.slots.len() as SlotId - 1
             });
             self.slots[id as usize].state = State::Free;
@@ -171,8 +180,8 @@ impl Cache {
         // What was guessed for this pass and is not part of it was a mistake: it may go like others.
         let guesses = std::mem::take(&mut self.guesses);
         for id in guesses {
-            let Slot { state, layer: of, expert, guessed, .. } = self.slots[id as usize];
-            if !guessed {
+            let Slot { state, layer: of, expert, early, .. } = self.slots[id as usize];
+            if early.is_none() {
                 continue;
             }
             if of != layer || experts.contains(&expert) {
@@ -209,13 +218,34 @@ impl Cache {
             Some(id) => id,
             None => self.evict(self.victim(layer).filter(|&(victim, _)| victim < key)?),
         };
+        self.fill_early(id, layer, expert, Early::Guessed, key);
+        Some(id)
+    }
+
+    /// The same for an expert that the next pass will use: a slot that is free, or one that another
+    /// layer only borrowed, which the next pass would take as well. Never one of the expert's own
+    /// layer: what is there will be used.
+    pub(crate) fn reserve_announced(&mut self, layer: usize, expert: u16) -> Option<SlotId> {
+        let key = self.heat.guessed_key(layer, expert, 1.0);
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None => {
+                let victim = self.coldest_over_quota()?;
+                let elsewhere = self.slots[victim.1 as usize].layer != layer;
+                self.evict(elsewhere.then_some(victim)?)
+            }
+        };
+        self.fill_early(id, layer, expert, Early::Announced, key);
+        Some(id)
+    }
+
+    fn fill_early(&mut self, id: SlotId, layer: usize, expert: u16, early: Early, key: Key) {
         self.fill(id, layer, expert);
         let slot = &mut self.slots[id as usize];
-        (slot.guessed, slot.key) = (true, key);
+        (slot.early, slot.key) = (Some(early), key);
         if !self.guesses.contains(&id) {
             self.guesses.push(id);
         }
-        Some(id)
     }
 
     /// The same for an expert that was the `nth` hottest in an earlier run: a free slot, while its
@@ -232,10 +262,10 @@ impl Cache {
 
     /// The last byte arrived.
     pub(crate) fn filled(&mut self, id: SlotId) {
-        let Slot { layer, expert, guessed, key, .. } = self.slots[id as usize];
+        let Slot { layer, expert, early, key, .. } = self.slots[id as usize];
         self.change(id, State::Reading, State::Idle);
         let known = self.heat.key(layer, expert);
-        self.sort_in(id, if guessed { known.max(key) } else { known });
+        self.sort_in(id, if early.is_some() { known.max(key) } else { known });
     }
 
     /// The bytes did not arrive.
@@ -255,7 +285,7 @@ impl Cache {
 
     /// A slot that is still reading will be used. Returns whether it was guessed.
     pub(crate) fn used(&mut self, id: SlotId) -> bool {
-        std::mem::replace(&mut self.slots[id as usize].guessed, false)
+        self.slots[id as usize].early.take() == Some(Early::Guessed)
     }
 
     pub(crate) fn unhold(&mut self, id: SlotId) {
@@ -317,7 +347,7 @@ impl Cache {
         *entry = Some(id);
         self.count[layer] += 1;
         self.slots[id as usize] =
-            Slot { state: State::Reading, layer, expert, key: 0, guessed: false };
+            Slot { state: State::Reading, layer, expert, key: 0, early: None };
     }
 
     fn evict(&mut self, (_, id): (Key, SlotId)) -> SlotId {
@@ -334,7 +364,7 @@ impl Cache {
 
     fn disown(&mut self, id: SlotId) {
         let slot = &mut self.slots[id as usize];
-        self.wasted += u64::from(std::mem::take(&mut slot.guessed));
+        self.wasted += u64::from(slot.early.take() == Some(Early::Guessed));
         self.table[slot.layer][slot.expert as usize] = None;
         self.count[slot.layer] -= 1;
     }

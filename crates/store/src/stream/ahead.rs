@@ -1,19 +1,22 @@
-//! Reads that nobody demanded yet: guesses of what a later layer will choose, and what was hot in an
-//! earlier run.
+//! Reads that nobody demanded yet: what the next pass was announced to want, guesses of what a later
+//! layer will choose, and what was hot in an earlier run.
 //!
 //! They begin only while no demanded read is waiting or in flight, few at once, and are overtaken in
 //! the queue by demanded ones. A guess takes a free slot or one that is colder than an expert that
-//! will be used as probably as guesses so far were; a warm expert takes free slots only. What a pass
-//! turns out not to want is withdrawn as far as it was not begun.
+//! will be used as probably as guesses so far were; a warm expert takes free slots only; an announced
+//! one takes what the next pass would take. What a pass turns out not to want is withdrawn as far as it
+//! was not begun.
 
 use std::collections::VecDeque;
 
-use super::StreamStore;
 use super::fill::Why;
+use super::{StreamStore, check_distinct};
 use crate::cache::SlotId;
 
 #[derive(Default)]
 pub(super) struct Ahead {
+    /// Not yet begun, those that take longest to compute first.
+    announced: VecDeque<(usize, u16)>,
     /// Not yet begun.
     guesses: VecDeque<(usize, u16)>,
     /// Not yet begun, hottest first, with its place in the list.
@@ -38,6 +41,11 @@ impl StreamStore {
         }
     }
 
+    pub(super) fn set_announced(&mut self, layer: usize, experts: &[u16]) {
+        check_distinct(experts, self.cache.n_experts(layer));
+        self.ahead.announced = experts.iter().map(|&expert| (layer, expert)).collect();
+    }
+
     pub(super) fn set_warm(&mut self, experts: &[(usize, u16)]) {
         // The list may be another model's: what does not exist is left out.
         let exists = |&(layer, expert): &(usize, u16)| {
@@ -53,7 +61,12 @@ impl StreamStore {
             && self.pass.as_ref().is_none_or(|pass| pass.waiting.is_empty())
             && self.ahead.filling.len() < MAX_FILLING
         {
-            let (slot, why) = if let Some((layer, expert)) = self.ahead.guesses.pop_front() {
+            let (slot, why) = if let Some((layer, expert)) = self.ahead.announced.pop_front() {
+                let slot = self.reserve_absent(layer, expert, |store| {
+                    store.cache.reserve_announced(layer, expert)
+                });
+                (slot, Why::Announced)
+            } else if let Some((layer, expert)) = self.ahead.guesses.pop_front() {
                 let probability = self.stats.guesses.precision(self.cache.wasted());
                 let slot = self.reserve_absent(layer, expert, |store| {
                     store.cache.reserve_guess(layer, expert, probability)
@@ -91,12 +104,13 @@ impl StreamStore {
 
     /// A pass over a layer begins: guesses for it are over, right or wrong.
     pub(super) fn drop_guesses(&mut self, layer: usize, wanted: &[u16]) {
+        self.ahead.announced.clear();
         self.ahead.guesses.retain(|&(of, _)| of != layer);
         let wrong = |&id: &SlotId| {
             let (of, expert) = self.cache.owner(id);
             let fill = self.slots[id as usize].fill.as_ref();
-            let guessed = fill.is_some_and(|fill| fill.why == Why::Guessed);
-            guessed && of == layer && !wanted.contains(&expert)
+            let early = fill.is_some_and(|fill| matches!(fill.why, Why::Guessed | Why::Announced));
+            early && of == layer && !wanted.contains(&expert)
         };
         let wrong: Vec<SlotId> = self.ahead.filling.iter().copied().filter(wrong).collect();
         wrong.into_iter().for_each(|id| self.withdraw(id));
@@ -104,6 +118,7 @@ impl StreamStore {
 
     /// Memory is wanted back.
     pub(super) fn stop_reading_ahead(&mut self) {
+        self.ahead.announced.clear();
         self.ahead.guesses.clear();
         self.ahead.warm.clear();
         for id in self.ahead.filling.clone() {

@@ -34,6 +34,8 @@ pub(super) enum Why {
     Demanded {
         pass: u64,
     },
+    /// The next pass.
+    Announced,
     Guessed,
     Warm,
 }
@@ -80,6 +82,11 @@ impl StreamStore {
                 self.busy.start();
                 Urgency::Demanded
             }
+            Why::Announced => {
+                self.stats.reads += outstanding as u64;
+                self.stats.bytes_read += bytes;
+                Urgency::Ahead
+            }
             Why::Guessed => {
                 self.stats.guesses.guessed += 1;
                 self.stats.guesses.bytes += bytes;
@@ -103,13 +110,16 @@ impl StreamStore {
         let before = std::mem::replace(&mut fill.why, Why::Demanded { pass: self.serial });
         let bytes_before = match before {
             Why::Demanded { .. } => return,
-            Why::Guessed => &mut self.stats.guesses.bytes,
-            Why::Warm => &mut self.stats.warmed_bytes,
+            Why::Announced => None,
+            Why::Guessed => Some(&mut self.stats.guesses.bytes),
+            Why::Warm => Some(&mut self.stats.warmed_bytes),
         };
         // What is still to come counts as demanded from now on.
-        *bytes_before = bytes_before.saturating_sub(fill.bytes);
-        self.stats.bytes_read += fill.bytes;
-        self.stats.reads += fill.outstanding as u64;
+        if let Some(bytes_before) = bytes_before {
+            *bytes_before = bytes_before.saturating_sub(fill.bytes);
+            self.stats.bytes_read += fill.bytes;
+            self.stats.reads += fill.outstanding as u64;
+        }
         self.demanded_reads += fill.outstanding;
         self.busy.start();
         self.queue.promote(id as u64);
@@ -129,6 +139,10 @@ impl StreamStore {
         fill.bytes -= bytes;
         match fill.why {
             Why::Demanded { .. } => unreachable!("what is demanded is read"),
+            Why::Announced => {
+                self.stats.reads -= pieces.len() as u64;
+                self.stats.bytes_read = self.stats.bytes_read.saturating_sub(bytes);
+            }
             Why::Guessed => {
                 self.stats.guesses.withdrawn += 1;
                 self.stats.guesses.bytes = self.stats.guesses.bytes.saturating_sub(bytes);

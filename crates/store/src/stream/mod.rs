@@ -283,6 +283,12 @@ impl ExpertStore for StreamStore {
         self.start_reads();
     }
 
+    fn announce(&mut self, layer: usize, experts: &[u16]) {
+        self.settle_finished();
+        self.set_announced(layer, experts);
+        self.start_reads();
+    }
+
     fn hot(&self) -> Vec<(usize, u16)> {
         self.cache.hot()
     }

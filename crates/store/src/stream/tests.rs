@@ -33,6 +33,10 @@ enum Step {
     Resize {
         slots: usize,
     },
+    Announce {
+        layer: usize,
+        mask: u8,
+    },
     Guess {
         layer: usize,
         mask: u8,
@@ -55,6 +59,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::End),
         2 => (1usize..14).prop_map(|slots| Step::Resize { slots }),
         3 => (0..LAYERS, 0u8..1 << EXPERTS).prop_map(|(layer, mask)| Step::Guess { layer, mask }),
+        2 => (0..LAYERS, 0u8..1 << EXPERTS).prop_map(|(layer, mask)| Step::Announce { layer, mask }),
         1 => (0usize..20, 0usize..20).prop_map(|(first, count)| Step::Warm { first, count }),
         1 => (0u64..6).prop_map(|odds| Step::Faults { odds }),
     ]
@@ -207,6 +212,7 @@ proptest! {
                     allowed = slots;
                 }
                 Step::Guess { layer, mask } => store.guess(layer, &experts_of(mask)),
+                Step::Announce { layer, mask } => store.announce(layer, &experts_of(mask)),
                 Step::Warm { first, count } => {
                     // Some of them do not exist.
                     let list = (first..first + count).map(|i| (i % 4, (i * 3 % 8) as u16));
