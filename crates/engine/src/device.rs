@@ -125,6 +125,7 @@ fn plan(opened: &Opened, gpu: &Gpu) -> Result<MemoryPlan, EngineError> {
             slots: 0,
             chunk: shape.max_rows,
             context,
+            contexts: input.options.contexts(),
             shape: CpuShape {
                 max_rows: shape.max_rows,
                 kv_type: shape.kv_type,
@@ -153,7 +154,7 @@ fn shape(opened: &Opened, chunk: usize, context: usize) -> CudaShape {
         kv_type: o.kv(),
         kv_pages: pages
             .map(|w| {
-                pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.sequences
+                pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.contexts()
                     + pages_per_snapshot(*w, context) * o.snapshots
             })
             .collect(),

@@ -325,6 +325,18 @@ impl Engine {
         Sequence::new(&self.pages)
     }
 
+    /// Pages of the classes that a sequence takes at most while it grows to `positions`. Sequences whose sums stay
+    /// within [`pages_for_all`](Self::pages_for_all) never lack one.
+    pub fn pages_for(&self, positions: usize) -> Vec<usize> {
+        self.pages.pages_for(positions.min(self.plan.context), self.plan.chunk)
+    }
+
+    /// Pages of the classes that the plan has for sequences.
+    pub fn pages_for_all(&self) -> Vec<usize> {
+        let whole = self.pages_for(self.plan.context);
+        whole.into_iter().map(|pages| pages * self.plan.contexts).collect()
+    }
+
     /// Gives a sequence's pages back.
     pub fn release(&mut self, sequence: &mut Sequence) {
         sequence.release(&mut self.pages);

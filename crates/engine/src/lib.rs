@@ -40,3 +40,5 @@ pub use sampler::{Sampler, SamplerParams};
 pub use session::SessionError;
 pub use state::Sequence;
 pub use stats::{Phases, Stats};
+
+pub use forebay_store::{StoreSnapshot, memory::own_bytes};

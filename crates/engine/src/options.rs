@@ -67,6 +67,9 @@ pub struct EngineOptions {
     pub context: Option<usize>,
     /// Sequences at once.
     pub sequences: usize,
+    /// Whole contexts that they have room for together; none: one for each. With fewer, it is for the caller to
+    /// begin no more than fit: see [`crate::Engine::pages_for`].
+    pub contexts: Option<usize>,
     /// Beginnings kept for later requests that the memory plan has room for in any case.
     pub snapshots: usize,
     /// How files are read.
@@ -106,6 +109,7 @@ impl Default for EngineOptions {
             kv: None,
             context: None,
             sequences: 1,
+            contexts: None,
             snapshots: 0,
             io: IoMode::Auto,
             io_engine: IoEngine::Auto,
@@ -123,6 +127,11 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
+    /// Whole contexts that there is room for, default filled in.
+    pub fn contexts(&self) -> usize {
+        self.contexts.map_or(self.sequences, |n| n.clamp(1, self.sequences.max(1)))
+    }
+
     /// The precision, default filled in.
     pub fn precision(&self) -> Precision {
         self.precision.unwrap_or(Precision::Q8)

@@ -71,6 +71,8 @@ pub struct MemoryPlan {
     pub chunk: usize,
     /// Positions of a sequence.
     pub context: usize,
+    /// Whole contexts that all sequences have room for together.
+    pub contexts: usize,
     /// What the backend allocates.
     pub shape: CpuShape,
     /// What lies on a GPU, when one computes; then the other lines are the process's own.
@@ -167,6 +169,7 @@ impl PlanInput<'_> {
                 slots,
                 chunk: shape.max_rows,
                 context,
+                contexts: self.options.contexts(),
                 shape,
                 device: None,
             }));
@@ -238,7 +241,7 @@ impl PlanInput<'_> {
             kv_type: o.kv(),
             kv_pages: pages
                 .map(|w| {
-                    pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.sequences
+                    pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.contexts()
                         + pages_per_snapshot(*w, context) * o.snapshots
                 })
                 .collect(),

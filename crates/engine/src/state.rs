@@ -111,6 +111,13 @@ impl PagePool {
         self.classes.iter().map(|class| class.free.len()).collect()
     }
 
+    /// Pages of the classes that a sequence takes at most while it grows to `positions` in passes of at most
+    /// `chunk` rows. Pages that it shares count as its own.
+    pub fn pages_for(&self, positions: usize, chunk: usize) -> Vec<usize> {
+        let windows = self.windows.iter();
+        windows.map(|w| pages_per_sequence(*w, positions, chunk, self.shared)).collect()
+    }
+
     /// Free slots of recurrent state; none: no layer is recurrent.
     pub fn free_states(&self) -> Option<usize> {
         self.states.as_ref().map(|states| states.free.len())

@@ -336,6 +336,17 @@ value_enum!(
     }
 );
 value_enum!(
+    /// `--log-format`
+    LogArg {
+        /// For people
+        Text,
+        /// One JSON object a line
+        Json,
+        /// Not at all
+        Off,
+    }
+);
+value_enum!(
     /// `--precision`
     PrecisionArg { Auto, F32, Q8 }
 );
@@ -758,9 +769,13 @@ pub struct ServeArgs {
     /// Name of the model; that of its file unless told.
     #[arg(long, env = "FOREBAY_NAME")]
     pub name: Option<String>,
-    /// Answers that are computed at once. Each has room for a whole context in the memory plan.
+    /// Answers that are computed at once.
     #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N", default_value_t = 4)]
     pub parallel: usize,
+    /// Whole contexts that the memory plan has room for; as many as --parallel unless told. Each answer takes room for
+    /// its prompt and the tokens that it asks for, so with fewer, many short ones still run at once.
+    #[arg(long, env = "FOREBAY_CONTEXTS", value_name = "N")]
+    pub contexts: Option<usize>,
     /// Requests that may wait; more are told to come again.
     #[arg(long, env = "FOREBAY_QUEUE", value_name = "N", default_value_t = 64)]
     pub queue: usize,
@@ -776,6 +791,18 @@ pub struct ServeArgs {
     /// Seconds that running answers may go on after Ctrl-C.
     #[arg(long, env = "FOREBAY_GRACE", value_name = "SECONDS", default_value_t = 30)]
     pub grace: u64,
+    /// Certificate chain in PEM form, the server's own first: serves https.
+    #[arg(long, env = "FOREBAY_TLS_CERT", value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Private key of the certificate, in PEM form.
+    #[arg(long, env = "FOREBAY_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// How requests are logged, on stderr: one line each, without texts.
+    #[arg(long, env = "FOREBAY_LOG_FORMAT", value_enum, default_value = "text")]
+    pub log_format: LogArg,
+    /// Log the texts of prompts, too.
+    #[arg(long, env = "FOREBAY_LOG_PROMPTS", value_parser = BoolishValueParser::new())]
+    pub log_prompts: bool,
     /// A folder where what was computed of prompts is kept over a restart.
     #[arg(long, env = "FOREBAY_SESSIONS", value_name = "DIR")]
     pub sessions: Option<PathBuf>,
@@ -791,10 +818,13 @@ pub struct BatchArgs {
     pub input: PathBuf,
     /// Where the answers go, in the order of the requests.
     pub output: PathBuf,
-    /// Answers that are computed at once. Each has room for a whole context in the memory plan: with short
-    /// requests, a short --context makes room for many.
+    /// Answers that are computed at once.
     #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N", default_value_t = 16)]
     pub parallel: usize,
+    /// Whole contexts that the memory plan has room for; as many as --parallel unless told. With short requests,
+    /// few make room for many answers.
+    #[arg(long, env = "FOREBAY_CONTEXTS", value_name = "N")]
+    pub contexts: Option<usize>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// One JSON document on stdout when all is done.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use forebay_engine::{Engine, Stats};
+use forebay_engine::{Engine, Stats, StoreSnapshot};
 
 use crate::job::{Job, Outcome, Usage};
 use crate::worker::Worker;
@@ -54,6 +54,8 @@ pub struct Load {
     pub kept: usize,
     /// The engine's counters.
     pub stats: Stats,
+    /// Which experts were in memory when somebody last looked: see [`Scheduler::look`].
+    pub snapshot: Arc<StoreSnapshot>,
 }
 
 /// Something to do between two steps.
@@ -82,6 +84,8 @@ pub(crate) struct Shared {
     pub load: Mutex<Load>,
     /// Ends the pass that runs, and everything.
     pub abort: AtomicBool,
+    /// Somebody looks at the experts: the next time that counters are published, they are too.
+    pub watched: AtomicBool,
 }
 
 impl Shared {
@@ -128,6 +132,7 @@ impl Scheduler {
             bell: Condvar::new(),
             load: Mutex::default(),
             abort: AtomicBool::new(false),
+            watched: AtomicBool::new(false),
         });
         let theirs = shared.clone();
         let sequences = options.sequences.max(1);
@@ -191,6 +196,15 @@ impl Scheduler {
         let mut load = self.shared.load().clone();
         load.waiting = self.shared.queue().jobs.len();
         load
+    }
+
+    /// As [`load`](Self::load), and asks for which experts are in memory: the next look has them. Costs the
+    /// engine a copy of that list between two steps, once for each look.
+    pub fn look(&self) -> Load {
+        self.shared.watched.store(true, Ordering::Relaxed);
+        // An idle engine looks up; one at work is between steps soon.
+        self.shared.bell.notify_all();
+        self.load()
     }
 
     /// Whether jobs are taken.

@@ -1,5 +1,6 @@
 //! The steps: admit, form a batch, compute it, choose tokens.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -30,6 +31,8 @@ struct Running {
     began: Instant,
     first: Option<Instant>,
     outcome: Option<Outcome>,
+    /// Pages of the classes that are promised to it until it is over.
+    promised: Vec<usize>,
 }
 
 impl Running {
@@ -115,14 +118,18 @@ impl Worker {
                 }
                 false => Vec::new(),
             };
-            let free = self.sequences.saturating_sub(self.running.len());
-            let free = free.min(queue.jobs.len());
-            let admitted: Vec<Waiting> = queue.jobs.drain(..free).collect();
+            let admitted = self.admissible(&mut queue.jobs);
             let idle = calls.is_empty() && gone.is_empty() && admitted.is_empty();
             if idle && self.running.is_empty() {
                 let aborted = self.shared.abort.load(Ordering::Relaxed);
                 if queue.jobs.is_empty() && (queue.closing || aborted) {
                     return false;
+                }
+                if self.shared.watched.load(Ordering::Relaxed) {
+                    drop(queue);
+                    self.publish();
+                    queue = self.shared.queue();
+                    continue;
                 }
                 // Jobs whose listeners leave are noticed by the clock.
                 let waited = self.shared.bell.wait_timeout(queue, Duration::from_secs(1));
@@ -136,7 +143,7 @@ impl Worker {
                 waiting.job.listener.done(Outcome::Gone, Usage::default());
             }
             let any = !admitted.is_empty();
-            admitted.into_iter().for_each(|waiting| self.admit(waiting));
+            admitted.into_iter().for_each(|(waiting, pages)| self.admit(waiting, pages));
             if any {
                 self.shared.load().running = self.running.len();
             }
@@ -144,7 +151,33 @@ impl Worker {
         }
     }
 
-    fn admit(&mut self, Waiting { job, since }: Waiting) {
+    /// Jobs that can be begun now, in their order, with the pages that each is promised: those of its prompt and of
+    /// all tokens that it may ask for. So no answer lacks a page in the middle; and who asks for little takes
+    /// little. Nobody overtakes: a long one is not kept waiting by short ones that come after it.
+    fn admissible(&self, jobs: &mut VecDeque<Waiting>) -> Vec<(Waiting, Vec<usize>)> {
+        let mut left = self.engine.pages_for_all();
+        let take = |left: &mut [usize], pages: &[usize]| {
+            left.iter_mut().zip(pages).for_each(|(left, n)| *left = left.saturating_sub(*n));
+        };
+        self.running.iter().for_each(|r| take(&mut left, &r.promised));
+        let mut admitted = Vec::new();
+        let mut places = self.sequences.saturating_sub(self.running.len());
+        while places > 0
+            && let Some(next) = jobs.front()
+        {
+            let positions = next.job.prompt.len().saturating_add(next.job.max_tokens);
+            let pages = self.engine.pages_for(positions);
+            if pages.iter().zip(&left).any(|(n, left)| n > left) {
+                break;
+            }
+            take(&mut left, &pages);
+            admitted.extend(jobs.pop_front().map(|waiting| (waiting, pages)));
+            places -= 1;
+        }
+        admitted
+    }
+
+    fn admit(&mut self, Waiting { job, since }: Waiting, promised: Vec<usize>) {
         let queued_s = since.elapsed().as_secs_f64();
         let vocab = self.engine.spec.vocab_size;
         let context = self.engine.plan.context;
@@ -178,6 +211,7 @@ impl Worker {
             usage,
             began: Instant::now(),
             first: None,
+            promised,
             outcome: match fault {
                 Some(e) => Some(Outcome::Failed(e.to_string())),
                 None if job.max_tokens == 0 => Some(Outcome::Length),
@@ -309,10 +343,15 @@ impl Worker {
     fn publish(&mut self) {
         self.published = Instant::now();
         let stats = self.engine.stats();
+        let watched = self.shared.watched.swap(false, Ordering::Relaxed);
+        let snapshot = watched.then(|| Arc::new(self.engine.snapshot()));
         let mut load = self.shared.load();
         load.running = self.running.len();
         load.kept = self.engine.kept();
         load.stats = stats;
+        if let Some(snapshot) = snapshot {
+            load.snapshot = snapshot;
+        }
     }
 }
 

@@ -83,6 +83,62 @@ fn together_as_alone() {
     }
 }
 
+/// With room for one or two whole contexts, many short answers run at once, long ones wait for their room, and
+/// nobody lacks a page in the middle.
+#[test]
+fn short_answers_share_the_room_of_long_ones() {
+    for model in MODELS {
+        let short: Vec<_> =
+            (0..8).map(|i| (prompt(0, 5 + i), 20, SamplerParams::default())).collect();
+        // A whole context, as far as anybody knows: it is ended by its listener.
+        let long = (prompt(1, 40), usize::MAX, SamplerParams::default());
+        let alone = scheduler(model, 1, |_| {});
+        let want: Vec<Heard> = short
+            .iter()
+            .map(|request| submit(&alone, request).recv_timeout(WAIT).unwrap())
+            .collect();
+        for contexts in [1, 2] {
+            let s = scheduler(model, 8, |o| o.contexts = Some(contexts));
+            let room = s.with_engine(|engine| engine.pages_for_all()).unwrap();
+            let whole = s.with_engine(|engine| engine.pages_for(512)).unwrap();
+            assert!(room.iter().zip(&whole).all(|(room, whole)| *room == whole * contexts));
+            // Eight answers of one page each at once: as many steps as one takes, or a few more.
+            let (jobs, heard): (Vec<_>, Vec<_>) = short
+                .iter()
+                .map(|(ids, tokens, sampling)| {
+                    let (ear, heard) = Ear::new();
+                    (job(ids, *tokens, sampling.clone(), ear), heard)
+                })
+                .unzip();
+            s.submit_all(jobs).unwrap();
+            for (heard, want) in heard.iter().zip(&want) {
+                assert_eq!(heard.recv_timeout(WAIT).unwrap().tokens, want.tokens, "{model}");
+            }
+            let steps = s.load().steps;
+            assert!(steps < 50, "{model}, {contexts}: {steps} steps");
+            // As many long ones as there are contexts, more that wait, and short ones behind them.
+            let long: Vec<_> = (0..contexts + 2)
+                .map(|_| {
+                    let (mut ear, heard) = Ear::new();
+                    ear.stop_after = 30;
+                    s.submit(job(&long.0, long.1, long.2.clone(), ear)).unwrap();
+                    heard
+                })
+                .collect();
+            let heard: Vec<_> = short.iter().map(|request| submit(&s, request)).collect();
+            let first = long[0].recv_timeout(WAIT).unwrap();
+            assert!(matches!(first.outcome, Outcome::Stop), "{model}: {:?}", first.outcome);
+            for other in &long[1..] {
+                assert_eq!(other.recv_timeout(WAIT).unwrap().tokens, first.tokens, "{model}");
+            }
+            for (heard, want) in heard.iter().zip(&want) {
+                assert_eq!(heard.recv_timeout(WAIT).unwrap().tokens, want.tokens, "{model}");
+            }
+            assert_eq!(s.load().ended[3], 0);
+        }
+    }
+}
+
 /// The scheduler and the plain loop of the engine agree.
 #[test]
 fn alone_as_the_engine_answers() {

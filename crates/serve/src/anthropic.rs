@@ -40,8 +40,7 @@ pub(crate) async fn messages(service: Arc<Service>, body: Value) -> Result<Respo
     request.max_tokens = Some(max_tokens.ok_or_else(|| fields.wrong("max_tokens", "is missing"))?);
     let shows_thinking = shows_thinking(fields)?;
     let streams = fields.bool("stream")?.unwrap_or(false);
-    let begun = service.clone();
-    let answers = crate::http::off_the_reactor(move || begun.begin(&request)).await?;
+    let answers = crate::http::begin(&service, request).await?;
     let mut blocks = Blocks {
         id: answers.id.clone(),
         model: service.info.name.clone(),

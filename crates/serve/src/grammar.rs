@@ -13,6 +13,7 @@ use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
+use crate::dialect::{self, Rules, TERMINALS};
 use crate::error::ApiError;
 
 /// What an answer must be.
@@ -36,12 +37,16 @@ pub(crate) struct Grammars {
     tokenizer: Tokenizer,
     ends: Arc<[u32]>,
     vocab: usize,
+    /// Calls are a list of JSON behind one marker, as Mistral's older templates have it.
+    lists_calls: bool,
     factory: OnceLock<Result<ParserFactory, String>>,
 }
 
 impl Grammars {
-    pub fn new(tokenizer: Tokenizer, ends: Arc<[u32]>, vocab: usize) -> Grammars {
-        Grammars { tokenizer, ends, vocab, factory: OnceLock::new() }
+    /// `template` is the source of the chat template.
+    pub fn new(tokenizer: Tokenizer, ends: Arc<[u32]>, vocab: usize, template: &str) -> Grammars {
+        let lists_calls = template.contains("[TOOL_CALLS]") && !template.contains("[ARGS]");
+        Grammars { tokenizer, ends, vocab, lists_calls, factory: OnceLock::new() }
     }
 
     fn factory(&self) -> Result<&ParserFactory, ApiError> {
@@ -94,60 +99,25 @@ impl Grammars {
     }
 
     fn lark(&self, shape: &Shape, format: Format, reasons: Reasons) -> String {
-        let m = |text: &str| self.literal(text);
-        let mut rules = Vec::new();
-        let mut json_rule = |name: &str, schema: &Value| {
-            rules.push(format!("{name}: %json {}", with_bounded_blanks(schema)));
-        };
+        let literal = |text: &str| self.literal(text);
+        let m = &literal;
+        let mut rules = Rules::new(&literal);
         let answer = match shape {
-            Shape::JsonObject => {
-                json_rule("value", &json!({ "type": "object" }));
-                "value".to_owned()
-            }
-            Shape::Schema(schema) => {
-                json_rule("value", schema);
-                "value".to_owned()
-            }
+            Shape::JsonObject => rules.json(&json!({ "type": "object" })),
+            Shape::Schema(schema) => rules.json(schema),
             Shape::Call { tools, many } => {
-                let mut calls = Vec::new();
-                for (i, tool) in tools.iter().enumerate() {
-                    let parameters = match &tool.parameters {
-                        Value::Object(object) if !object.is_empty() => tool.parameters.clone(),
-                        _ => json!({ "type": "object" }),
-                    };
-                    let name = format!("call{i}");
-                    let whole = |key: &str| {
-                        json!({
-                            "type": "object",
-                            "properties": { "name": { "const": tool.name }, key: parameters },
-                            "required": ["name", key],
-                            "additionalProperties": false,
-                        })
-                    };
-                    match format {
-                        Format::Harmony | Format::Mistral => json_rule(&name, &parameters),
-                        Format::Llama3 => json_rule(&name, &whole("parameters")),
-                        // The XML readers take JSON between their tags as well.
-                        _ => json_rule(&name, &whole("arguments")),
-                    }
-                    calls.push(match format {
-                        Format::Harmony => format!(
-                            "({} {} {} {name})",
-                            m(&format!("<|channel|>commentary to=functions.{} ", tool.name)),
-                            m("<|constrain|>json"),
-                            m("<|message|>"),
-                        ),
-                        Format::Mistral => {
-                            format!("({} {name})", m(&format!("[TOOL_CALLS]{}[ARGS]", tool.name)))
-                        }
-                        Format::Llama3 => name,
-                        _ => format!("({} {name} {})", m("<tool_call>\n"), m("\n</tool_call>")),
-                    });
-                }
+                let calls: Vec<String> =
+                    tools.iter().map(|tool| self.call(tool, format, &mut rules)).collect();
                 let one = format!("({})", calls.join(" | "));
                 // Several only where nothing has to stand between.
                 match (*many, format) {
-                    (true, Format::Mistral) => format!("{one}+"),
+                    (true, Format::Mistral) if self.lists_calls => {
+                        format!("{} \"[\" {one} (\", \" {one})* \"]\"", m("[TOOL_CALLS]"))
+                    }
+                    (false, Format::Mistral) if self.lists_calls => {
+                        format!("{} \"[\" {one} \"]\"", m("[TOOL_CALLS]"))
+                    }
+                    (true, Format::Mistral | Format::Gemma4) => format!("{one}+"),
                     (true, Format::Qwen3Json | Format::QwenXml | Format::Plain) => {
                         format!("{one} (\"\\n\" {one})*")
                     }
@@ -169,6 +139,7 @@ impl Grammars {
                     m("<|end|>"),
                     m("<|start|>assistant"),
                 );
+                let analysis = if reasons == Reasons::Not { String::new() } else { analysis };
                 let head = if is_call { String::new() } else { m("<|channel|>final<|message|>") };
                 format!("{analysis}{head} {answer}")
             }
@@ -180,7 +151,48 @@ impl Grammars {
             Format::Llama3 | Format::Plain => answer,
         };
         // Text of reasoning: no control token, and none of the openers of what follows.
-        format!("start: {start}\nTHOUGHT: /[^<\\[]*/\n{}\n", rules.join("\n"))
+        format!("start: {start}\nTHOUGHT: /[^<\\[]*/\n{TERMINALS}\n{}\n", rules.into_text())
+    }
+
+    /// A call of a tool in the format's own words.
+    fn call(&self, tool: &Tool, format: Format, rules: &mut Rules<'_>) -> String {
+        let parameters = match &tool.parameters {
+            Value::Object(object) if !object.is_empty() => tool.parameters.clone(),
+            _ => json!({ "type": "object" }),
+        };
+        let m = |text: &str| self.literal(text);
+        match format {
+            Format::Harmony => format!(
+                "({} {} {} {})",
+                m(&format!("<|channel|>commentary to=functions.{} ", tool.name)),
+                m("<|constrain|>json"),
+                m("<|message|>"),
+                rules.json(&parameters),
+            ),
+            Format::Mistral if self.lists_calls => {
+                rules.json(&dialect::whole(&tool.name, "arguments", &parameters))
+            }
+            Format::Mistral => {
+                let head = m(&format!("[TOOL_CALLS]{}[ARGS]", tool.name));
+                format!("({head} {})", rules.json(&parameters))
+            }
+            Format::Llama3 => rules.json(&dialect::whole(&tool.name, "parameters", &parameters)),
+            Format::Gemma4 => {
+                let call = rules.gemma(&tool.name, &parameters);
+                format!("({} {call} {})", m("<|tool_call>"), m("<tool_call|>"))
+            }
+            Format::QwenXml | Format::Qwen3Json | Format::Plain => {
+                let call = match format {
+                    Format::QwenXml => rules.xml(&tool.name, &parameters),
+                    _ => None,
+                };
+                // The reader of XML takes JSON as well.
+                let call = call.unwrap_or_else(|| {
+                    rules.json(&dialect::whole(&tool.name, "arguments", &parameters))
+                });
+                format!("({} {call} {})", m("<tool_call>\n"), m("\n</tool_call>"))
+            }
+        }
     }
 
     /// A text as Lark writes it, control tokens by their names.
@@ -210,7 +222,7 @@ impl Grammars {
 
 /// The schema, with at most one blank after a comma or a colon and none elsewhere: a model may like blanks so
 /// much that nothing else comes.
-fn with_bounded_blanks(schema: &Value) -> Value {
+pub(crate) fn with_bounded_blanks(schema: &Value) -> Value {
     let mut schema = match schema {
         Value::Object(_) => schema.clone(),
         // `true` and `false` are schemas that hold nothing.

@@ -17,9 +17,11 @@ use serde_json::Value;
 use subtle::ConstantTimeEq;
 
 use crate::error::{ApiError, Kind};
+use crate::record::{self, recorded};
 use crate::room::{self, Bodies, Held};
-use crate::service::Service;
-use crate::{anthropic, metrics, ollama, openai, responses};
+use crate::service::{Answers, Service};
+use crate::tls::{Tls, TlsListener};
+use crate::{anthropic, live, metrics, ollama, openai, page, responses};
 
 /// How long a body may take to come.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -41,6 +43,8 @@ pub struct HttpOptions {
     pub max_header_bytes: usize,
     /// How long running answers may go on after the server was told to end.
     pub grace: Duration,
+    /// Encrypts with this.
+    pub tls: Option<Tls>,
 }
 
 impl Default for HttpOptions {
@@ -52,6 +56,7 @@ impl Default for HttpOptions {
             max_body_bytes: 8 << 20,
             max_header_bytes: 64 << 10,
             grace: Duration::from_secs(30),
+            tls: None,
         }
     }
 }
@@ -123,6 +128,15 @@ pub(crate) async fn off_the_reactor<R: Send + 'static>(
     }
 }
 
+/// Begins to answer what the request of this task asks.
+pub(crate) async fn begin(
+    service: &Arc<Service>,
+    request: crate::service::Request,
+) -> Result<Answers, ApiError> {
+    let (service, record) = (service.clone(), record::current());
+    off_the_reactor(move || service.begin(&request, record.as_ref())).await
+}
+
 /// Serves until `ended` is ready, then lets running answers end, for as long as the grace. `listening` is
 /// told the address.
 pub async fn serve(
@@ -133,7 +147,7 @@ pub async fn serve(
 ) -> std::io::Result<()> {
     let listener = tokio::net::TcpListener::bind(options.listen).await?;
     listening(listener.local_addr()?);
-    let grace = options.grace;
+    let (grace, tls) = (options.grace, options.tls.clone());
     let app = router(service.clone(), options);
     let (told, mut hears) = tokio::sync::watch::channel(false);
     let closing = service.clone();
@@ -142,14 +156,22 @@ pub async fn serve(
         closing.scheduler().close();
         let _ = told.send(true);
     };
-    let server = axum::serve(listener, app).with_graceful_shutdown(shutdown);
+    let server = async move {
+        match tls {
+            None => axum::serve(listener, app).with_graceful_shutdown(shutdown).await,
+            Some(tls) => {
+                let listener = TlsListener::new(listener, &tls)?;
+                axum::serve(listener, app).with_graceful_shutdown(shutdown).await
+            }
+        }
+    };
     let too_long = async {
         // The sender lives as long as the server.
         let _ = hears.wait_for(|told| *told).await;
         tokio::time::sleep(grace).await;
     };
     tokio::select! {
-        result = async { server.await } => result?,
+        result = server => result?,
         () = too_long => {}
     }
     service.scheduler().abort();
@@ -199,6 +221,13 @@ fn router(service: Arc<Service>, options: HttpOptions) -> Router {
             get(|| async { json(&serde_json::json!({ "version": env!("CARGO_PKG_VERSION") })) }),
         )
         .route("/health", get(health))
+        .route("/", get(page_file))
+        .route("/forebay.css", get(page_file))
+        .route("/forebay.js", get(page_file))
+        .route(
+            "/v1/forebay/live",
+            get(|State(app): State<App>| async move { json(&live::live(&app.service)) }),
+        )
         .route(
             "/metrics",
             get(|State(app): State<App>| async move {
@@ -218,6 +247,10 @@ fn router(service: Arc<Service>, options: HttpOptions) -> Router {
         })
         .layer(middleware::from_fn_with_state(app.clone(), guard))
         .with_state(app)
+}
+
+async fn page_file(request: Request) -> Response {
+    page::file(request.uri().path()).unwrap_or_else(|| StatusCode::NOT_FOUND.into_response())
 }
 
 async fn health(State(app): State<App>) -> Response {
@@ -281,6 +314,11 @@ async fn body(app: &App, request: Request) -> Result<(Value, Held), ApiError> {
 
 /// What every request passes: limits, origins, keys.
 async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
+    let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
+    recorded(&method, &path, judge(app, request, next)).await
+}
+
+async fn judge(app: App, request: Request, next: Next) -> Response {
     let options = &app.options;
     let api = Api::of(request.uri().path());
     let refuse = |kind, what: &str| api.error(&ApiError::new(kind, what));
@@ -331,7 +369,10 @@ fn is_own(origin: &HeaderValue, headers: &HeaderMap) -> bool {
 }
 
 fn may_pass(options: &HttpOptions, request: &axum::http::Request<Body>) -> bool {
-    if options.keys.is_empty() || request.uri().path() == "/health" {
+    if options.keys.is_empty()
+        || request.uri().path() == "/health"
+        || page::has(request.uri().path())
+    {
         return true;
     }
     let headers = request.headers();

@@ -167,8 +167,7 @@ async fn answer(
     streams: bool,
     chat: bool,
 ) -> Result<Response, ApiError> {
-    let begun = service.clone();
-    let answers = crate::http::off_the_reactor(move || begun.begin(&request)).await?;
+    let answers = crate::http::begin(&service, request).await?;
     let lines = Lines { model: service.info.name.clone(), chat, prompt: answers.prompt_tokens };
     if streams {
         return Ok(stream::response(&service, answers, lines));

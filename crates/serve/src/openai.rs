@@ -75,8 +75,7 @@ async fn answer(
     request: Request,
     style: Style,
 ) -> Result<Response, ApiError> {
-    let begun = service.clone();
-    let answers = crate::http::off_the_reactor(move || begun.begin(&request)).await?;
+    let answers = crate::http::begin(&service, request).await?;
     let head = Head::new(&service, &answers, style.legacy);
     if style.stream {
         let encoder = Chunks::new(head, style, answers.n, answers.prompt_tokens);
@@ -612,7 +611,7 @@ pub(crate) async fn offline(
         false => chat_request(service, fields)?,
     };
     let style = Style { stream: false, ..style(fields, legacy)? };
-    let answers = service.begin(&request)?;
+    let answers = service.begin(&request, None)?;
     let head = Head::new(service, &answers, legacy);
     let prompt_tokens = answers.prompt_tokens;
     let whole = answers.whole().await?;

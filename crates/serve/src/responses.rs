@@ -20,8 +20,7 @@ pub(crate) async fn responses(service: Arc<Service>, body: Value) -> Result<Resp
     let fields = Fields::of(&body)?;
     let request = request(&service, fields)?;
     let streams = fields.bool("stream")?.unwrap_or(false);
-    let begun = service.clone();
-    let answers = crate::http::off_the_reactor(move || begun.begin(&request)).await?;
+    let answers = crate::http::begin(&service, request).await?;
     let mut output =
         Output::new(&service, &answers.id, answers.created, answers.prompt_tokens, &body);
     if streams {

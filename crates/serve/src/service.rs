@@ -7,13 +7,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use forebay_chat::{Answer, Delta, End, Format, Parsed, Tool};
 use forebay_engine::SamplerParams;
 use forebay_schedule::{Flow, Job, Listener, Outcome, Refusal, Scheduler, Token, Usage};
-use forebay_text::{ChatRequest, ChatTemplate, Piece, Prompt, Specials, Tokenizer, render_prompt};
+use forebay_text::{
+    ChatRequest, ChatTemplate, Markers, Piece, Prompt, Specials, Tokenizer, render_prompt,
+};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::error::{ApiError, Kind};
 use crate::fallback;
 use crate::grammar::{Grammars, Reasons, Shape};
+use crate::record::Record;
 use crate::room::Encoding;
 
 /// Texts longer than this many bytes per position of the context cannot fit and are not even encoded.
@@ -55,6 +58,12 @@ pub struct ModelInfo {
     pub context: usize,
     /// Rows of the embedding.
     pub vocab: usize,
+    /// Experts of a routed layer; 0 where there are none.
+    pub experts: usize,
+    /// Which layers are routed.
+    pub routed_layers: Vec<usize>,
+    /// Bytes that the memory plan is for.
+    pub budget: u64,
     /// Lines of the memory plan.
     pub ledger: Vec<(&'static str, u64)>,
 }
@@ -73,6 +82,8 @@ pub struct Service {
     grammars: Grammars,
     ids: AtomicU64,
     encoding: Encoding,
+    pub(crate) began: std::time::Instant,
+    log_prompts: bool,
 }
 
 /// What to go on from.
@@ -206,7 +217,7 @@ impl Service {
         Service {
             format: Format::of_template(source),
             writes_tools: source.contains("tools"),
-            grammars: Grammars::new(tokenizer.clone(), ends.clone(), info.vocab),
+            grammars: Grammars::new(tokenizer.clone(), ends.clone(), info.vocab, source),
             info,
             scheduler,
             defaults,
@@ -215,7 +226,14 @@ impl Service {
             ends,
             ids: AtomicU64::new(0),
             encoding: Encoding::default(),
+            began: std::time::Instant::now(),
+            log_prompts: false,
         }
+    }
+
+    /// Writes the texts of prompts to the log.
+    pub fn log_prompts(&mut self) {
+        self.log_prompts = true;
     }
 
     /// The scheduler.
@@ -260,14 +278,24 @@ impl Service {
         Ok(self.prepare(request)?.ids.len())
     }
 
-    /// Begins to answer.
-    pub(crate) fn begin(&self, request: &Request) -> Result<Answers, ApiError> {
+    /// Begins to answer, for one that is recorded in the log or not.
+    pub(crate) fn begin(
+        &self,
+        request: &Request,
+        record: Option<&Arc<Record>>,
+    ) -> Result<Answers, ApiError> {
         let prepared = self.prepare(request)?;
         let prompt_tokens = prepared.ids.len();
         if prompt_tokens >= self.info.context {
             return Err(self.too_long(prompt_tokens, ""));
         }
         let shape = self.shape(request, &prepared.tools)?;
+        let number = self.ids.fetch_add(1, Ordering::Relaxed);
+        let id = format!("{:016x}{number:08x}", fresh_seed(number));
+        if self.log_prompts {
+            let prompt = self.tokenizer.decode(&prepared.ids, Markers::Keep);
+            tracing::info!(target: "forebay::prompt", id, prompt, "prompt");
+        }
         let ids: Arc<[u32]> = prepared.ids.into();
         let (send, events) = unbounded_channel();
         let mut jobs = Vec::with_capacity(request.n);
@@ -303,6 +331,7 @@ impl Service {
                     wants_tokens: request.logprobs.is_some(),
                     tokenizer: self.tokenizer.clone(),
                     send: send.clone(),
+                    record: record.cloned(),
                 }),
             });
         }
@@ -312,8 +341,9 @@ impl Service {
             }
             Refusal::Closed => ApiError::new(Kind::Closing, "the server is shutting down"),
         })?;
-        let number = self.ids.fetch_add(1, Ordering::Relaxed);
-        let id = format!("{:016x}{number:08x}", fresh_seed(number));
+        if let Some(record) = record {
+            record.begun(&id, request.n);
+        }
         Ok(Answers { id, created: now(), n: request.n, prompt_tokens, events })
     }
 
@@ -446,7 +476,12 @@ impl Service {
             checkpoints.extend(render(&shorter).ok().map(|h| common(&prompt.ids, &h.ids)));
         }
         Ok(Prepared {
-            reasons: reasons(&tail, template.source()),
+            reasons: match (format, kwargs.get("enable_thinking")) {
+                // A channel of its own, which the template does not open.
+                (Format::Harmony, Some(Value::Bool(false))) => Reasons::Not,
+                (Format::Harmony, _) => Reasons::May,
+                _ => reasons(&tail, template.source()),
+            },
             ids: prompt.ids,
             format,
             tools,
@@ -514,6 +549,8 @@ struct Ear {
     wants_tokens: bool,
     tokenizer: Tokenizer,
     send: UnboundedSender<(usize, Event)>,
+    /// Line of the log that waits for the answer's end.
+    record: Option<Arc<Record>>,
 }
 
 impl Ear {
@@ -549,6 +586,9 @@ impl Listener for Ear {
     }
 
     fn done(mut self: Box<Self>, outcome: Outcome, usage: Usage) {
+        if let Some(record) = &self.record {
+            record.ended(&usage);
+        }
         let end = match outcome {
             Outcome::Stop => End::Eos,
             Outcome::Length => End::Length,

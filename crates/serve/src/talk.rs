@@ -61,7 +61,7 @@ impl Service {
             n: 1,
             logprobs: None,
         };
-        Ok(Talk { answers: self.begin(&request)?, ready: Default::default(), over: false })
+        Ok(Talk { answers: self.begin(&request, None)?, ready: Default::default(), over: false })
     }
 
     /// Answers the body of a request to `url`, as a batch has it: the body of the response.

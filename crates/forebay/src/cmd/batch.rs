@@ -8,6 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,9 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
     if args.parallel == 0 {
         return Err(usage("--parallel must be at least 1"));
     }
+    if args.contexts == Some(0) {
+        return Err(usage("--contexts must be at least 1"));
+    }
     let lines = read(&args.input)?;
     let mut output = Output::open(&args.output, &lines)?;
     let todo: Vec<usize> = (0..lines.len()).filter(|i| !output.has(*i)).collect();
@@ -44,8 +48,9 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let parallel = args.parallel.min(todo.len());
-    let (service, _peak) =
-        serve::service(&args.model, &args.sampling, parallel, parallel, None, 0)?;
+    let load = serve::Load { parallel, contexts: args.contexts, queue: parallel, max_body: 0 };
+    let (service, _peak) = serve::service(&args.model, &args.sampling, load, None)?;
+    let service = Arc::new(service);
     let cancel = interruption();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)

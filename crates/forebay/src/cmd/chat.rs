@@ -42,8 +42,12 @@ pub trait Input {
     fn line(&mut self, prompt: &str) -> anyhow::Result<Option<String>>;
 }
 
+/// One answer at a time, and no HTTP.
+const ALONE: serve::Load = serve::Load { parallel: 1, contexts: None, queue: 0, max_body: 0 };
+
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let (service, _peak) = serve::service(&args.model, &args.sampling, 1, 0, None, 0)?;
+    let (service, _peak) = serve::service(&args.model, &args.sampling, ALONE, None)?;
+    let service = Arc::new(service);
     let editor = Editor::new()?;
     let stdout = std::io::stdout();
     let colours = stdout.is_terminal() && std::env::var_os("NO_COLOR").is_none();
@@ -401,7 +405,8 @@ mod tests {
         let saved = dir.path().join("talk.json");
         let save: &'static str = format!("/save {}", saved.display()).leak();
         let load: &'static str = format!("/load {}", saved.display()).leak();
-        let (service, _peak) = serve::service(&args.model, &args.sampling, 1, 0, None, 0).unwrap();
+        let (service, _peak) = serve::service(&args.model, &args.sampling, ALONE, None).unwrap();
+        let service = Arc::new(service);
         let mut chat = Chat {
             options: TalkOptions { max_tokens: Some(12), ..TalkOptions::default() },
             service,

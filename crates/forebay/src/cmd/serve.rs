@@ -6,10 +6,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context;
+use forebay_models::Layer;
 use forebay_schedule::{Scheduler, SchedulerOptions};
-use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service, room};
+use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service, Tls, room};
 
-use crate::args::{SamplingArgs, ServeArgs};
+use crate::args::{LogArg, SamplingArgs, ServeArgs};
 use crate::failure::usage;
 use crate::model::{self, Loaded};
 use crate::term::{interruption, note, say};
@@ -41,8 +42,25 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     if args.parallel == 0 {
         return Err(usage("--parallel must be at least 1"));
     }
-    let (service, loaded) =
-        service(&args.model, &args.sampling, args.parallel, args.queue, args.name, args.max_body)?;
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(cert), Some(key)) => Some(Tls::load(cert, key).map_err(usage)?),
+        _ => None,
+    };
+    log(args.log_format);
+    if args.contexts == Some(0) {
+        return Err(usage("--contexts must be at least 1"));
+    }
+    let load = Load {
+        parallel: args.parallel,
+        contexts: args.contexts,
+        queue: args.queue,
+        max_body: args.max_body,
+    };
+    let (mut service, loaded) = service(&args.model, &args.sampling, load, args.name)?;
+    if args.log_prompts {
+        service.log_prompts();
+    }
+    let service = Arc::new(service);
     if let Some(dir) = args.sessions.clone() {
         let found = service.scheduler().with_engine(move |engine| engine.load_sessions(&dir));
         let (loaded, faults) = found.map_err(|_| anyhow::anyhow!("the engine is gone"))??;
@@ -60,6 +78,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         cors: args.cors,
         max_body_bytes: args.max_body,
         grace: Duration::from_secs(args.grace),
+        tls,
         ..HttpOptions::default()
     };
     if !options.listen.ip().is_loopback() && options.keys.is_empty() {
@@ -76,6 +95,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         .build()
         .context("starting the threads of the server")?;
     let listen = options.listen;
+    let scheme = if options.tls.is_some() { "https" } else { "http" };
     let served = service.clone();
     let result = runtime.block_on(async move {
         let ended = async move {
@@ -86,7 +106,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         };
         let listening = |address: std::net::SocketAddr| {
             // Programs wait for this line.
-            let _ = say!("listening on http://{address}");
+            let _ = say!("listening on {scheme}://{address}");
         };
         forebay_serve::serve(served, options, listening, ended).await
     });
@@ -96,17 +116,29 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A model that answers many at once; `max_body` is 0 without HTTP. The second value lives as long as peak memory is to be measured.
+/// How much may be asked at once.
+pub struct Load {
+    /// Answers that are computed at once.
+    pub parallel: usize,
+    /// Whole contexts that there is room for; none: one for each answer.
+    pub contexts: Option<usize>,
+    /// Requests that may wait.
+    pub queue: usize,
+    /// Largest body; 0 without HTTP.
+    pub max_body: usize,
+}
+
+/// A model that answers many at once. The second value lives as long as peak memory is to be measured.
 pub fn service(
     model: &crate::args::ModelArgs,
     sampling: &SamplingArgs,
-    parallel: usize,
-    queue: usize,
+    load: Load,
     name: Option<String>,
-    max_body: usize,
-) -> anyhow::Result<(Arc<Service>, impl Sized + use<>)> {
+) -> anyhow::Result<(Service, impl Sized + use<>)> {
+    let Load { parallel, contexts, queue, max_body } = load;
     let loaded = model::load_with(model, |options, tokenizer| {
         options.sequences = parallel;
+        options.contexts = contexts;
         options.snapshots = parallel.min(4) * 2;
         let context = options.context.unwrap_or(DEFAULT_CONTEXT);
         options.caller_lines = room::ledger(max_body, parallel, tokenizer.vocab_size(), context);
@@ -126,6 +158,13 @@ pub fn service(
     });
     let modified = std::fs::metadata(&path).and_then(|m| m.modified()).ok();
     let modified = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+    let layers = &engine.spec.layers;
+    let routed = || {
+        let experts = |(i, layer): (usize, &Layer)| {
+            Some((i, layer.ffn.routed.as_ref()?.router.weight.weight.rows))
+        };
+        layers.iter().enumerate().filter_map(experts)
+    };
     let info = ModelInfo {
         name,
         family: engine.spec.family.to_string(),
@@ -133,6 +172,9 @@ pub fn service(
         created: modified.map_or(0, |d| d.as_secs()),
         context: engine.plan.context,
         vocab: engine.spec.vocab_size,
+        experts: routed().map(|(_, experts)| experts).max().unwrap_or(0),
+        routed_layers: routed().map(|(layer, _)| layer).collect(),
+        budget: engine.plan.budget,
         ledger: engine.plan.ledger.items.iter().map(|item| (item.what, item.bytes)).collect(),
     };
     let defaults = defaults(sampling, recommended.as_ref());
@@ -141,7 +183,7 @@ pub fn service(
     let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;
     scheduler.at_end(move |engine| warm.remember(engine));
     let service = Service::new(info, scheduler, tokenizer, template, ends, defaults);
-    Ok((Arc::new(service), peak))
+    Ok((service, peak))
 }
 
 /// Sampling where a request says nothing: as told, else what the model recommends, else the API's defaults.
@@ -159,4 +201,17 @@ fn defaults(told: &SamplingArgs, recommended: Option<&serde_json::Value>) -> Def
         min_p: float(told.min_p, "min_p", d.min_p),
         repeat_penalty: float(told.repeat_penalty, "repetition_penalty", d.repeat_penalty),
     }
+}
+
+/// Lines of the log go to stderr, events of other parts of the program among them.
+fn log(format: LogArg) {
+    let lines = || {
+        tracing_subscriber::fmt().with_max_level(tracing::Level::INFO).with_writer(std::io::stderr)
+    };
+    // It fails where there is a subscriber already, which then hears everything.
+    let _ = match format {
+        LogArg::Off => return,
+        LogArg::Text => lines().with_ansi(false).try_init(),
+        LogArg::Json => lines().json().flatten_event(true).with_current_span(false).try_init(),
+    };
 }

@@ -61,7 +61,9 @@ impl Server {
         });
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let Some(address) = line.trim().strip_prefix("listening on http://") else {
+        let address = line.trim().strip_prefix("listening on http");
+        let Some(address) = address.and_then(|a| a.trim_start_matches('s').strip_prefix("://"))
+        else {
             let _ = child.wait();
             panic!("no server: {line:?} {}", stderr.join().unwrap());
         };
