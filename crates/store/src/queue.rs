@@ -134,7 +134,10 @@ pub fn open(
     reused: usize,
 ) -> Result<Box<dyn ReadQueue>, StoreError> {
     let direct = (0..files.len() as u32).any(|file| files.access(file, 0) == Access::Direct);
-    if options.engine == IoEngine::Uring || (options.engine == IoEngine::Auto && direct) {
+    // What is loaded once goes into memory that was never touched, and threads have it cleared in
+    // parallel; the ring would in the one thread that submits.
+    let again = reused > 0;
+    if options.engine == IoEngine::Uring || (options.engine == IoEngine::Auto && direct && again) {
         match ring::open(files, options.depth, reused) {
             Ok(queue) => return Ok(Box::new(queue)),
             Err(source) if options.engine == IoEngine::Uring => {

@@ -144,7 +144,8 @@ pub trait ExpertStore: Send {
     /// Experts that can be in memory at once.
     fn slots(&self) -> usize;
 
-    /// Own memory that experts take now. Mapped pages are the system's.
+    /// Own memory that experts take now, slots included that are touched ahead of use. Mapped pages are
+    /// the system's.
     fn bytes_in_memory(&self) -> u64;
 }
 

@@ -117,13 +117,15 @@ fn a_pass_may_be_abandoned_anywhere() {
 fn hits_and_misses_are_counted() {
     let checkpoint = Checkpoint::new(5, 2, 8);
     let mut store = open(&checkpoint, Residency::Stream { slots: 8 }, IoMode::Auto);
-    assert_eq!(store.bytes_in_memory(), 0);
+    // Memory is touched ahead of use, never more than the pool's.
+    let slots = |n: u64| n * checkpoint.spec.slot_bytes();
+    assert!(store.bytes_in_memory() <= slots(8));
     whole_pass(&mut *store, &checkpoint, 0, &[0, 1, 2, 3]);
     whole_pass(&mut *store, &checkpoint, 0, &[2, 3, 4]);
     let stats = store.stats();
     assert_eq!((stats.hits, stats.misses), (2, 5));
     assert!(stats.bytes_read >= 5 * 3 * 64 * 96 / 2 && stats.reads >= 15);
-    assert_eq!(store.bytes_in_memory(), 5 * checkpoint.spec.slot_bytes());
+    assert!((slots(5)..=slots(8)).contains(&store.bytes_in_memory()));
     for mode in [Residency::Mapped, Residency::Resident] {
         let mut store = open(&checkpoint, mode, IoMode::Auto);
         whole_pass(&mut *store, &checkpoint, 1, &[0, 1, 2]);

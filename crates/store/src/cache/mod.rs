@@ -107,6 +107,11 @@ impl Cache {
         self.free.len()
     }
 
+    /// Free slots, the one that is used next first.
+    pub(crate) fn next_free(&self) -> impl Iterator<Item = &SlotId> {
+        self.free.iter().rev()
+    }
+
     pub(crate) fn quota(&self, layer: usize) -> Option<usize> {
         self.quotas.of(layer)
     }

@@ -66,10 +66,10 @@ impl StreamStore {
     /// Starts the reads that fill a slot for its owner.
     pub(super) fn fill(&mut self, id: SlotId, why: Why) {
         let (layer, expert) = self.cache.owner(id);
+        let region = self.take_region(id);
         let layout = &self.experts[layer][expert as usize].layout;
         let reads = layout.reads(self.io.max_read_bytes);
         let memory = &mut self.slots[id as usize];
-        let region = memory.region.take().expect("a slot without reads has its memory");
         let (loan, pieces) = region.lend(reads.iter().map(|read| read.range.clone()));
         let (outstanding, bytes) = (reads.len(), layout.bytes());
         memory.fill = Some(Fill { loan, outstanding, bytes, error: None, why, withdrawn: false });

@@ -16,6 +16,7 @@
 
 mod ahead;
 mod fill;
+mod touch;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -34,6 +35,7 @@ use crate::stats::{BusyClock, LayerSnapshot, StoreSnapshot, StoreStats};
 use crate::store::{ExpertStore, Lease, Residency, StoreOptions};
 use ahead::Ahead;
 use fill::Slot;
+use touch::{AHEAD_BYTES, Toucher};
 
 pub(crate) struct StreamStore {
     files: Arc<FileSet>,
@@ -48,6 +50,8 @@ pub(crate) struct StreamStore {
     queue: Box<dyn ReadQueue>,
     pass: Option<Pass>,
     ahead: Ahead,
+    /// Has the memory of some free slots.
+    toucher: Toucher,
     /// Number of the latest pass.
     serial: u64,
     stats: StoreStats,
@@ -99,6 +103,7 @@ impl StreamStore {
             slot_bytes: spec.slot_bytes(),
             pass: None,
             ahead: Ahead::default(),
+            toucher: Toucher::default(),
             serial: 0,
             stats: StoreStats::new(spec.layers.len()),
             demanded_reads: 0,
@@ -140,11 +145,39 @@ impl StreamStore {
         &region[place.expect("a layout covers its expert")]
     }
 
+    /// The memory of a slot that nothing is read into.
+    fn take_region(&mut self, id: SlotId) -> Region {
+        let region = self.slots[id as usize].region.take();
+        region.or_else(|| self.toucher.take(id)).expect("a slot without reads has its memory")
+    }
+
+    /// Has the memory of the slots that will be filled next touched, as far ahead as that may go.
+    fn touch_ahead(&mut self) {
+        let most = (AHEAD_BYTES / self.slot_bytes.max(1)) as usize;
+        let mut room = most.saturating_sub(self.toucher.len());
+        while room > 0 {
+            let untouched = |&&id: &&SlotId| {
+                let slot = &self.slots[id as usize];
+                slot.region.is_some() && !slot.touched
+            };
+            let Some(&id) = self.cache.next_free().find(untouched) else { return };
+            let slot = &mut self.slots[id as usize];
+            let region = slot.region.take().expect("just seen");
+            slot.touched = true;
+            if let Some(region) = self.toucher.give(id, region) {
+                slot.region = Some(region);
+                return;
+            }
+            room -= 1;
+        }
+    }
+
     /// Gives back the memory of slots that are too many, as far as they can go now.
     fn trim(&mut self) {
         while let Some(id) = self.cache.retire() {
-            let slot = std::mem::take(&mut self.slots[id as usize]);
-            self.queue.retire(slot.region.expect("a slot that goes has its memory"));
+            let region = self.take_region(id);
+            self.slots[id as usize] = Slot::default();
+            self.queue.retire(region);
         }
     }
 }
@@ -241,6 +274,7 @@ impl ExpertStore for StreamStore {
         if let Some(pass) = self.pass.take() {
             self.cache.unhold_layer(pass.layer);
         }
+        self.touch_ahead();
         self.trim();
         self.settle_finished();
         self.start_reads();
@@ -273,6 +307,7 @@ impl ExpertStore for StreamStore {
             }
             self.slots[id as usize].region = Some(region);
         }
+        self.touch_ahead();
         self.trim();
         refused.map_or(Ok(self.cache.slots()), Err)
     }

@@ -74,7 +74,8 @@ impl StreamStore {
         self.cache.audit();
         let ids = 0..self.slots.len() as SlotId;
         for (id, slot) in ids.clone().zip(&self.slots) {
-            let (here, lent) = (slot.region.is_some(), slot.fill.is_some());
+            let here = slot.region.is_some() || self.toucher.has(id);
+            let lent = slot.fill.is_some();
             let expected = match self.cache.state(id) {
                 State::Gone => (false, false),
                 State::Reading => (false, true),
