@@ -117,6 +117,15 @@ def openai_completions():
     assert text == answer.choices[0].text
 
 
+def openai_bias_and_echo():
+    plain = oai.completions.create(model=MODEL, prompt="Once upon", max_tokens=4, temperature=0).choices[0].text
+    echo = oai.completions.create(model=MODEL, prompt="Once upon", max_tokens=4, temperature=0, echo=True)
+    assert echo.choices[0].text == "Once upon" + plain, echo
+    forced = oai.chat.completions.create(
+        model=MODEL, messages=ASK, max_tokens=3, temperature=0, logit_bias={"300": 100}, logprobs=True)
+    assert len({token.token for token in forced.choices[0].logprobs.content}) == 1, forced
+
+
 def openai_responses():
     answer = oai.responses.create(model=MODEL, input="Tell me a story.", instructions="Be brief.",
                                   max_output_tokens=16, temperature=0)
@@ -219,7 +228,8 @@ def many_at_once():
     assert all(texts[i] == want.choices[0].text for i in range(1, 8, 2)), texts
 
 
-TESTS = [openai_chat, openai_logprobs, openai_tools, openai_structured, openai_completions, openai_responses,
+TESTS = [openai_chat, openai_logprobs, openai_tools, openai_structured, openai_completions, openai_bias_and_echo,
+         openai_responses,
          openai_errors, openai_cancel, anthropic_messages, anthropic_tools, anthropic_errors, many_at_once]
 failed = 0
 for test in TESTS:

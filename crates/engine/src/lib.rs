@@ -41,4 +41,4 @@ pub use session::SessionError;
 pub use state::Sequence;
 pub use stats::{Phases, Stats};
 
-pub use forebay_store::{StoreSnapshot, memory::own_bytes};
+pub use forebay_store::{StoreSnapshot, heap, memory::own_bytes};

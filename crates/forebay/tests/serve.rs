@@ -422,7 +422,9 @@ fn what_is_wrong_is_named() {
         (json!({ "response_format": { "type": "xml" } }), "response_format.type"),
         (json!({ "reasoning_effort": "lots" }), "reasoning_effort"),
         (json!({ "functions": [{}] }), "functions"),
-        (json!({ "logit_bias": { "5": 1 } }), "logit_bias"),
+        (json!({ "logit_bias": { "5": 101 } }), "logit_bias"),
+        (json!({ "logit_bias": { "999999": 1 } }), "logit_bias"),
+        (json!({ "logit_bias": [1] }), "logit_bias"),
         (json!({ "modalities": ["audio"] }), "modalities"),
         (json!({ "seed": "x" }), "seed"),
     ];
@@ -654,4 +656,38 @@ fn memory_of_requests_is_in_the_plan_and_bounded() {
     let response = server.ask("POST", "/v1/completions", &[], numbers.as_bytes());
     assert_eq!(response.status, 413);
     assert!(response.body.contains("more values than there is memory for"), "{}", response.body);
+}
+
+#[test]
+fn biases_and_echoes() {
+    let ask = |extra: Value| {
+        let mut body = json!({ "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0 });
+        extra.as_object().unwrap().iter().for_each(|(k, v)| body[k] = v.clone());
+        SERVER.post("/v1/completions", &body)
+    };
+    let plain = ask(json!({})).json()["choices"][0]["text"].as_str().unwrap().to_owned();
+    // A token that is wanted above all comes always; its log-probability is the model's own.
+    let forced = ask(json!({ "logit_bias": { "300": 100 }, "logprobs": 0 })).json();
+    let tokens = forced["choices"][0]["logprobs"]["tokens"].as_array().unwrap();
+    assert!(tokens.len() == 4 && tokens.iter().all(|t| *t == tokens[0]), "{forced}");
+    assert_ne!(forced["choices"][0]["text"], plain.as_str());
+    let logprobs = forced["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap();
+    assert!(logprobs.iter().all(|l| l.as_f64().unwrap() < -0.5), "{forced}");
+    let echoed = ask(json!({ "echo": true }));
+    let want = format!("Once upon a time{plain}");
+    assert_eq!(echoed.json()["choices"][0]["text"], want.as_str());
+    let events = ask(json!({ "echo": true, "stream": true, "n": 2 })).events();
+    for index in 0..2 {
+        let own = events.iter().filter(|e| e["choices"][0]["index"] == index);
+        let text: String = own.filter_map(|e| e["choices"][0]["text"].as_str()).collect();
+        assert_eq!(text, want);
+    }
+    for (extra, word) in [
+        (json!({ "echo": true, "logprobs": 1 }), "echo"),
+        (json!({ "suffix": "the end" }), "suffix"),
+        (json!({ "echo": 1 }), "echo"),
+    ] {
+        let response = ask(extra);
+        assert!(response.status == 400 && response.body.contains(word), "{}", response.body);
+    }
 }

@@ -14,6 +14,8 @@ pub struct Job {
     pub ends: Arc<[u32]>,
     /// Sampling, the seed included.
     pub sampling: SamplerParams,
+    /// Added to the logits of these tokens before one is chosen; log-probabilities are of the model's own.
+    pub bias: Arc<[(u32, f32)]>,
     /// How many of the most likely tokens the listener wants to hear of; none: no log-probabilities.
     pub logprobs: Option<usize>,
     /// Lengths of the prompt at which others are likely to part from it, such as the end of a message.

@@ -262,6 +262,7 @@ impl Worker {
                     sampler: &mut r.sampler,
                     tokens: &r.tokens,
                     constraint: &mut r.job.constraint,
+                    bias: &r.job.bias,
                     logprobs: r.job.logprobs,
                     ends: &r.job.ends,
                 });
@@ -360,6 +361,7 @@ struct Choosing<'a> {
     sampler: &'a mut Sampler,
     tokens: &'a [u32],
     constraint: &'a mut Option<Box<dyn Constraint>>,
+    bias: &'a [(u32, f32)],
     logprobs: Option<usize>,
     ends: &'a [u32],
 }
@@ -369,13 +371,19 @@ impl Choosing<'_> {
     fn choose(&mut self, logits: &[f32]) -> Result<Token, String> {
         let position = self.tokens.len() as u64;
         let nan = || EngineError::LogitNan { position: self.tokens.len() - 1 }.to_string();
-        let choice = match self.constraint {
-            None => self.sampler.sample(logits, self.tokens, position).ok_or_else(nan)?,
-            Some(constraint) => {
-                let mut masked = logits.to_vec();
-                constraint.mask(&mut masked)?;
-                self.sampler.sample(&masked, self.tokens, position).ok_or_else(nan)?
+        let choice = if self.constraint.is_none() && self.bias.is_empty() {
+            self.sampler.sample(logits, self.tokens, position).ok_or_else(nan)?
+        } else {
+            let mut changed = logits.to_vec();
+            for (id, bias) in self.bias {
+                if let Some(logit) = changed.get_mut(*id as usize) {
+                    *logit += bias;
+                }
             }
+            if let Some(constraint) = self.constraint {
+                constraint.mask(&mut changed)?;
+            }
+            self.sampler.sample(&changed, self.tokens, position).ok_or_else(nan)?
         };
         let mut token = Token {
             id: choice.token,

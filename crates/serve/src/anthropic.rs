@@ -148,6 +148,8 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         shape,
         max_tokens: None,
         sampling,
+        bias: Vec::new(),
+        echo: false,
         stops: fields.strings("stop_sequences", MAX_STOPS)?,
         n: 1,
         logprobs: None,

@@ -25,6 +25,8 @@ use crate::{anthropic, live, metrics, ollama, openai, page, responses};
 
 /// How long a body may take to come.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often memory that is free is given back.
+const GIVE_BACK: Duration = Duration::from_secs(2);
 /// What a client that was turned away waits.
 const RETRY_AFTER: &str = "1";
 
@@ -171,11 +173,23 @@ pub async fn serve(
         tokio::time::sleep(grace).await;
     };
     tokio::select! {
+        never = give_back(service.clone()) => match never {},
         result = server => result?,
         () = too_long => {}
     }
     service.scheduler().abort();
     Ok(())
+}
+
+/// Gives memory back that long texts have left free.
+async fn give_back(service: Arc<Service>) -> std::convert::Infallible {
+    loop {
+        tokio::time::sleep(GIVE_BACK).await;
+        if service.encoding.left_holes() {
+            // It cannot fail, and nobody depends on it.
+            let _ = tokio::task::spawn_blocking(forebay_engine::heap::give_back).await;
+        }
+    }
 }
 
 /// All routes.

@@ -155,6 +155,8 @@ fn request(
         shape,
         max_tokens,
         sampling,
+        bias: Vec::new(),
+        echo: false,
         stops: options.strings("stop", MAX_STOPS)?,
         n: 1,
         logprobs: None,

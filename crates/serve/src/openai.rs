@@ -19,6 +19,8 @@ use crate::stream::{self, Encode};
 const MAX_N: usize = 16;
 /// Most stop strings.
 const MAX_STOPS: usize = 16;
+/// Most entries of `logit_bias`.
+const MAX_BIASES: usize = 1024;
 /// Most alternatives per token.
 const MAX_TOP_LOGPROBS: usize = 20;
 
@@ -95,7 +97,6 @@ pub(crate) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         ("audio", "this model writes text"),
         ("prediction", "leave it away"),
         ("web_search_options", "this server searches nothing"),
-        ("logit_bias", "leave it away"),
         ("store", "nothing is stored"),
     ])?;
     if let Some(modalities) = fields.array("modalities")?
@@ -141,6 +142,8 @@ pub(crate) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         shape: response_format(fields)?,
         max_tokens,
         sampling: sampling(service, fields)?,
+        bias: bias(service, fields)?,
+        echo: false,
         stops: fields.strings("stop", MAX_STOPS)?,
         n: n(fields)?,
         logprobs,
@@ -152,11 +155,11 @@ pub(crate) fn completion_request(
     fields: Fields<'_>,
 ) -> Result<Request, ApiError> {
     service.check_model(fields.str("model")?)?;
-    fields.refuse(&[
-        ("suffix", "leave it away"),
-        ("echo", "leave it away"),
-        ("logit_bias", "leave it away"),
-    ])?;
+    fields.refuse(&[(
+        "suffix",
+        "this model continues texts and does not fill gaps; leave it away",
+    )])?;
+    let echo = fields.bool("echo")?.unwrap_or(false);
     let n = n(fields)?;
     if fields.count("best_of", 1)?.is_some_and(|best| best != n) {
         return Err(ApiError::unsupported("best_of", "use `n`"));
@@ -164,6 +167,10 @@ pub(crate) fn completion_request(
     let logprobs = fields.count("logprobs", 0)?;
     if logprobs.is_some_and(|n| n > MAX_TOP_LOGPROBS) {
         return Err(fields.wrong("logprobs", format_args!("must be at most {MAX_TOP_LOGPROBS}")));
+    }
+    if echo && logprobs.is_some() {
+        let instead = "those of a prompt are not computed; ask for `logprobs` without `echo`";
+        return Err(ApiError::unsupported("echo", instead));
     }
     Ok(Request {
         input: prompt(fields)?,
@@ -174,6 +181,8 @@ pub(crate) fn completion_request(
         // The API's own default.
         max_tokens: Some(fields.count("max_tokens", 0)?.unwrap_or(16)),
         sampling: sampling(service, fields)?,
+        bias: bias(service, fields)?,
+        echo,
         stops: fields.strings("stop", MAX_STOPS)?,
         n,
         logprobs,
@@ -237,6 +246,25 @@ pub(crate) fn sampling(service: &Service, fields: Fields<'_>) -> Result<SamplerP
         s.seed = whole.ok_or_else(|| fields.wrong("seed", "must be a whole number"))?;
     }
     Ok(s)
+}
+
+/// `logit_bias`: token ids, as JSON's keys are texts, to what is added to their logits.
+fn bias(service: &Service, fields: Fields<'_>) -> Result<Vec<(u32, f32)>, ApiError> {
+    let Some(entries) = fields.get("logit_bias") else { return Ok(Vec::new()) };
+    let wrong = |what: &str| fields.wrong("logit_bias", what);
+    let entries = entries.as_object();
+    let entries = entries.ok_or_else(|| wrong("must be an object of token ids and numbers"))?;
+    if entries.len() > MAX_BIASES {
+        return Err(wrong(&format!("may have at most {MAX_BIASES} entries")));
+    }
+    let one = |(id, bias): (&String, &Value)| {
+        let known = id.parse::<u32>().ok().filter(|id| (*id as usize) < service.info.vocab);
+        let known = known.ok_or_else(|| wrong(&format!("{id:?} is no token id of this model")))?;
+        let bias = bias.as_f64().filter(|b| (-100.0..=100.0).contains(b));
+        let bias = bias.ok_or_else(|| wrong("values must be numbers between -100 and 100"))?;
+        Ok((known, bias as f32))
+    };
+    entries.iter().map(one).collect()
 }
 
 /// Variables of templates that say how long to reason.

@@ -68,6 +68,8 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         shape: text_format(fields)?,
         max_tokens: fields.count("max_output_tokens", 0)?,
         sampling: openai::sampling(service, fields)?,
+        bias: Vec::new(),
+        echo: false,
         stops: Vec::new(),
         n: 1,
         logprobs: None,

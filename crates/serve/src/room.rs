@@ -5,6 +5,7 @@
 //! a long text twice. Who finds no room is told to come again. A long text is encoded when no other one is.
 
 use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use axum::body::Bytes;
@@ -110,13 +111,25 @@ pub(crate) fn release() -> Option<Held> {
 
 /// Whose turn it is to encode a long text.
 #[derive(Default)]
-pub(crate) struct Encoding(Mutex<()>);
+pub(crate) struct Encoding {
+    long: Mutex<()>,
+    /// A text was encoded that left holes in the heap.
+    holes: AtomicBool,
+}
 
 impl Encoding {
+    /// Whether there are holes in the heap since this was asked last.
+    pub fn left_holes(&self) -> bool {
+        self.holes.swap(false, Ordering::Relaxed)
+    }
+
     /// Waits for it where the text is long.
     pub fn turn(&self, bytes: usize) -> Option<MutexGuard<'_, ()>> {
+        if bytes > LONG / 8 {
+            self.holes.store(true, Ordering::Relaxed);
+        }
         // Nothing is guarded that a panic could leave half done.
-        (bytes > LONG).then(|| self.0.lock().unwrap_or_else(|e| e.into_inner()))
+        (bytes > LONG).then(|| self.long.lock().unwrap_or_else(|e| e.into_inner()))
     }
 }
 

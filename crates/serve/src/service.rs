@@ -81,7 +81,7 @@ pub struct Service {
     ends: Arc<[u32]>,
     grammars: Grammars,
     ids: AtomicU64,
-    encoding: Encoding,
+    pub(crate) encoding: Encoding,
     pub(crate) began: std::time::Instant,
     log_prompts: bool,
 }
@@ -122,6 +122,10 @@ pub(crate) struct Request {
     pub shape: Option<Shape>,
     pub max_tokens: Option<usize>,
     pub sampling: SamplerParams,
+    /// Added to logits, by token.
+    pub bias: Vec<(u32, f32)>,
+    /// The answer begins with the prompt.
+    pub echo: bool,
     pub stops: Vec<String>,
     pub n: usize,
     pub logprobs: Option<usize>,
@@ -296,6 +300,11 @@ impl Service {
             let prompt = self.tokenizer.decode(&prepared.ids, Markers::Keep);
             tracing::info!(target: "forebay::prompt", id, prompt, "prompt");
         }
+        let echo = request.echo.then(|| match &request.input {
+            Input::Text(text) => text.clone(),
+            _ => self.tokenizer.decode(&prepared.ids, Markers::Keep),
+        });
+        let bias: Arc<[(u32, f32)]> = request.bias.clone().into();
         let ids: Arc<[u32]> = prepared.ids.into();
         let (send, events) = unbounded_channel();
         let mut jobs = Vec::with_capacity(request.n);
@@ -315,6 +324,7 @@ impl Service {
                 max_tokens: request.max_tokens.unwrap_or(usize::MAX),
                 ends: self.ends.clone(),
                 sampling,
+                bias: bias.clone(),
                 logprobs: request.logprobs,
                 checkpoints: prepared.checkpoints.clone(),
                 constraint,
@@ -335,6 +345,14 @@ impl Service {
                 }),
             });
         }
+        for index in 0..request.n {
+            if let Some(text) = &echo {
+                let deltas = vec![Delta::Content(text.clone())];
+                // The receiver is in our hands.
+                let _ = send.send((index, Event::Piece { deltas, token: None }));
+            }
+        }
+        drop(send);
         self.scheduler.submit_all(jobs).map_err(|refusal| match refusal {
             Refusal::QueueFull => {
                 ApiError::new(Kind::Busy, "as many requests wait as may; try again in a moment")

@@ -57,6 +57,8 @@ impl Service {
             shape: None,
             max_tokens: options.max_tokens,
             sampling: options.sampling.clone(),
+            bias: Vec::new(),
+            echo: false,
             stops: options.stops.clone(),
             n: 1,
             logprobs: None,

@@ -90,6 +90,7 @@ pub fn job(prompt: &[u32], max_tokens: usize, sampling: SamplerParams, ear: Ear)
         max_tokens,
         ends: Arc::new([0, 2]),
         sampling,
+        bias: Arc::new([]),
         logprobs: Some(3),
         checkpoints: Vec::new(),
         constraint: None,
