@@ -124,12 +124,24 @@ impl Encoding {
     }
 
     /// Waits for it where the text is long.
-    pub fn turn(&self, bytes: usize) -> Option<MutexGuard<'_, ()>> {
-        if bytes > LONG / 8 {
-            self.holes.store(true, Ordering::Relaxed);
-        }
+    pub fn turn(&self, bytes: usize) -> Turn<'_> {
         // Nothing is guarded that a panic could leave half done.
-        (bytes > LONG).then(|| self.long.lock().unwrap_or_else(|e| e.into_inner()))
+        let lock = || self.long.lock().unwrap_or_else(|e| e.into_inner());
+        Turn { holes: (bytes > LONG / 8).then_some(&self.holes), _alone: (bytes > LONG).then(lock) }
+    }
+}
+
+/// The turn is over when this is dropped: only then is free what the encoding took.
+pub(crate) struct Turn<'a> {
+    holes: Option<&'a AtomicBool>,
+    _alone: Option<MutexGuard<'a, ()>>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if let Some(holes) = self.holes {
+            holes.store(true, Ordering::Relaxed);
+        }
     }
 }
 
