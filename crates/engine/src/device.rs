@@ -11,8 +11,7 @@ use forebay_program::ledger::{Ledger, human};
 use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{BackendChoice, EngineOptions, ResidencyChoice};
-use crate::plan::{MemoryPlan, PlanInput};
-use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
+use crate::plan::{MemoryPlan, PlanInput, sequence_memory};
 
 /// Rows of a prefill chunk that are tried, largest first.
 const CHUNKS: [usize; 8] = [2048, 1024, 512, 256, 128, 64, 16, 1];
@@ -148,20 +147,12 @@ fn plan(opened: &Opened, gpu: &Gpu) -> Result<MemoryPlan, EngineError> {
 fn shape(opened: &Opened, chunk: usize, context: usize) -> CudaShape {
     let o = &opened.options;
     let program = &opened.program;
-    let pages = program.kv_windows.iter();
+    let (kv_pages, states) = sequence_memory(program, o, chunk, context);
     CudaShape {
         max_rows: chunk,
         kv_type: o.kv(),
-        kv_pages: pages
-            .map(|w| {
-                pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.contexts()
-                    + pages_per_snapshot(*w, context) * o.snapshots
-            })
-            .collect(),
-        states: match program.recurrent.is_empty() {
-            true => 0,
-            false => state_slots(o.sequences, o.snapshots),
-        },
+        kv_pages,
+        states,
         sequences: o.sequences,
         context,
     }

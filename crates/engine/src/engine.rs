@@ -174,6 +174,21 @@ enum Embedding {
     Tied,
 }
 
+/// What loading makes, on the CPU or on a GPU.
+struct Loaded {
+    spec: ModelSpec,
+    program: Arc<Program>,
+    plan: MemoryPlan,
+    options: EngineOptions,
+    files: Arc<FileSet>,
+    backend: Box<dyn Backend>,
+    store: Option<Box<dyn ExpertStore>>,
+    io: IoOptions,
+    embedding: Embedding,
+    gpu: Option<Gpu>,
+    reason: Option<String>,
+}
+
 impl Engine {
     /// Loads the trunk and opens the store. `progress` is told (bytes read, bytes in all).
     pub fn load(opened: Opened, progress: &mut dyn FnMut(u64, u64)) -> Result<Engine, EngineError> {
@@ -217,40 +232,19 @@ impl Engine {
             true => Embedding::Tied,
             false => Embedding::File(RowReader::new(spec.embedding.clone())),
         };
-        let (program_moes, budget) = (program.moes.len(), plan.budget);
-        let pages = PagePool::new(
-            &program.kv_windows,
-            &plan.shape.kv_pages,
-            plan.shape.states,
-            options.snapshots > 0,
-        );
-        Ok(Engine {
+        Ok(Engine::assemble(Loaded {
             spec,
             program,
             plan,
-            stats: Stats::default(),
+            options,
+            files,
             backend: Box::new(backend),
             store,
-            pages,
-            prefixes: PrefixCache::default(),
-            hidden: Vec::new(),
-            logits: Vec::new(),
-            pilot: Pilot::new(options.prefetch, program_moes),
-            taps: Vec::new(),
-            governor: options.elastic.then(|| Governor::new(PressureGauge::default(), budget)),
-            elastic: ElasticShape {
-                slot_bytes: store_spec.slot_bytes(),
-                n_experts: store_spec.n_experts_total(),
-                store: store_options,
-                adjustments: 0,
-            },
-            files,
+            io,
             embedding,
-            level,
             gpu: None,
             reason,
-            numbers: Numbers { precision: options.precision(), kv: options.kv() },
-        })
+        }))
     }
 
     /// Loads everything to the GPU.
@@ -274,40 +268,64 @@ impl Engine {
         )?;
         let Opened { mut spec, program, options, .. } = opened;
         drop_experts(&mut spec);
-        let store_options = StoreOptions { policy: options.policy, ..StoreOptions::default() };
+        Ok(Engine::assemble(Loaded {
+            spec,
+            program,
+            plan,
+            options,
+            files,
+            backend: Box::new(backend),
+            store: None,
+            io: IoOptions::default(),
+            embedding: Embedding::Tied,
+            gpu: Some(gpu),
+            reason: None,
+        }))
+    }
+
+    /// Everything that follows from what was loaded.
+    fn assemble(loaded: Loaded) -> Engine {
+        let Loaded { spec, program, plan, options, files, backend, store, .. } = loaded;
         let pages = PagePool::new(
             &program.kv_windows,
             &plan.shape.kv_pages,
             plan.shape.states,
             options.snapshots > 0,
         );
-        Ok(Engine {
+        let experts = store.as_ref().map(|store| store.spec());
+        let elastic = ElasticShape {
+            slot_bytes: experts.map_or(0, |spec| spec.slot_bytes()),
+            n_experts: experts.map_or(0, |spec| spec.n_experts_total()),
+            store: StoreOptions { io: loaded.io, policy: options.policy },
+            adjustments: 0,
+        };
+        let pilot = match store {
+            Some(_) => Pilot::new(options.prefetch, program.moes.len()),
+            None => Pilot::new(Prefetch::Off, 0),
+        };
+        let governed = options.elastic && loaded.gpu.is_none();
+        Engine {
+            governor: governed.then(|| Governor::new(PressureGauge::default(), plan.budget)),
+            level: options.level.unwrap_or_else(Level::best),
+            numbers: Numbers { precision: options.precision(), kv: options.kv() },
             spec,
             program,
             plan,
             stats: Stats::default(),
-            backend: Box::new(backend),
-            store: None,
+            backend,
+            store,
             pages,
             prefixes: PrefixCache::default(),
             hidden: Vec::new(),
             logits: Vec::new(),
-            pilot: Pilot::new(Prefetch::Off, 0),
+            pilot,
             taps: Vec::new(),
-            governor: None,
-            elastic: ElasticShape {
-                slot_bytes: 0,
-                n_experts: 0,
-                store: store_options,
-                adjustments: 0,
-            },
+            elastic,
             files,
-            embedding: Embedding::Tied,
-            level: options.level.unwrap_or_else(Level::best),
-            gpu: Some(gpu),
-            reason: None,
-            numbers: Numbers { precision: options.precision(), kv: options.kv() },
-        })
+            embedding: loaded.embedding,
+            gpu: loaded.gpu,
+            reason: loaded.reason,
+        }
     }
 
     /// Name of what computes, as in `--backend`.

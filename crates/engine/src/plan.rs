@@ -235,21 +235,8 @@ impl PlanInput<'_> {
     fn fixed(&self, chunk: usize, context: usize) -> (Ledger, CpuShape) {
         let chunk = chunk.min(context);
         let o = self.options;
-        let pages = self.program.kv_windows.iter();
-        let shape = CpuShape {
-            max_rows: chunk,
-            kv_type: o.kv(),
-            kv_pages: pages
-                .map(|w| {
-                    pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.contexts()
-                        + pages_per_snapshot(*w, context) * o.snapshots
-                })
-                .collect(),
-            states: match self.program.recurrent.is_empty() {
-                true => 0,
-                false => state_slots(o.sequences, o.snapshots),
-            },
-        };
+        let (kv_pages, states) = sequence_memory(self.program, o, chunk, context);
+        let shape = CpuShape { max_rows: chunk, kv_type: o.kv(), kv_pages, states };
         let CpuBytes { trunk, vectors, kv, state, scratch } =
             CpuBackend::bytes(self.program, &shape);
         let d = self.spec.hidden_size as u64;
@@ -299,6 +286,24 @@ impl PlanInput<'_> {
         let by_share = (need as f64 / 0.97).ceil() as u64 + 100;
         (need + 64 * MIB).max(by_share).next_multiple_of(MIB)
     }
+}
+
+/// Pages of each class of windows, and recurrent states, that the options' contexts and snapshots take.
+pub(crate) fn sequence_memory(
+    program: &Program,
+    o: &EngineOptions,
+    chunk: usize,
+    context: usize,
+) -> (Vec<usize>, usize) {
+    let of_window = |w: &Option<usize>| {
+        pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.contexts()
+            + pages_per_snapshot(*w, context) * o.snapshots
+    };
+    let states = match program.recurrent.is_empty() {
+        true => 0,
+        false => state_slots(o.sequences, o.snapshots),
+    };
+    (program.kv_windows.iter().map(of_window).collect(), states)
 }
 
 impl MemoryPlan {
