@@ -31,15 +31,22 @@ args! {
     }
     Acts { codes: Ptr, meta: Ptr, row_codes: u64, row_meta: u64 }
     GemvJob { w: Matrix, bias: Ptr, out: Ptr, stride: u32, add: u32, variant: u32, first_block: u32 }
-    GemvArgs { jobs: [GemvJob; 4], acts: Acts, n_jobs: u32, rows: u32, pad: [u32; 2] }
+    GemvArgs {
+        jobs: [GemvJob; 4], acts: Acts, x: Ptr, weight: Ptr, n_jobs: u32, rows: u32, eps: f32, pad: u32,
+    }
+    RouterArgs {
+        w: Matrix, x: Ptr, weight: Ptr, bias: Ptr, out: Ptr, dst: Ptr, codes: [Ptr; 2], meta: [Ptr; 2],
+        width: u32, features: u32, eps: f32, pad: u32,
+    }
     ExpertUpArgs {
         gate: Matrix, up: Matrix, acts: Acts, gate_bias: Ptr, up_bias: Ptr, ids: Ptr, codes: Ptr, meta: Ptr,
-        hidden: Ptr, row_codes: u64, row_meta: u64, inter: u32, top_k: u32, activation: u32,
-        variant_gate: u32, variant_up: u32, pad: u32, alpha: f32, limit: f32,
+        hidden: Ptr, logits: Ptr, expert_scale: Ptr, weights: Ptr, fault: Ptr, down: Matrix,
+        row_codes: u64, row_meta: u64, inter: u32, top_k: u32, activation: u32, variant_gate: u32,
+        variant_up: u32, experts: u32, all: u32, layer: u32, alpha: f32, limit: f32,
     }
     ExpertDownArgs {
         down: Matrix, acts: Acts, bias: Ptr, ids: Ptr, weights: Ptr, out: Ptr,
-        d: u32, top_k: u32, add: u32, variant: u32,
+        d: u32, top_k: u32, add: u32, variant: u32, passes: u32, pad: u32,
     }
     GemmArgs {
         w: Matrix, acts: Acts, bias: Ptr, out: Ptr, tiles: Ptr, n_tiles: Ptr, pairs: Ptr,
@@ -76,6 +83,7 @@ args! {
         rows: u32, n_heads: u32, n_kv_heads: u32, dim: u32, table_len: u32, kv_type: u32, window: u32,
         max_blocks: u32, scale: f32, pad: u32,
     }
+    AttendRowArgs { a: AttendArgs, parts: [HeadPart; 3], angles: Ptr, half: u32, adjacent: u32 }
     RouteArgs {
         logits: Ptr, expert_scale: Ptr, ids: Ptr, weights: Ptr, fault: Ptr,
         rows: u32, experts: u32, top_k: u32, all: u32, layer: u32, pad: u32,

@@ -196,7 +196,17 @@ impl CudaBackend {
         };
         let grid = [hidden.width.div_ceil(256) as u32, rows as u32, 1];
         self.launch(Kernel::Embed, grid, bytes_of(&[args]))?;
-        self.steps.iter().try_for_each(|step| run.step(step))
+        let mut rest = &self.steps[..];
+        while let Some((first, others)) = rest.split_first() {
+            rest = match run.together(rest)? {
+                0 => {
+                    run.step(first)?;
+                    others
+                }
+                n => &rest[n..],
+            };
+        }
+        Ok(())
     }
 
     fn launch(&self, kernel: Kernel, grid: [u32; 3], args: &[u8]) -> Result<(), CudaError> {
@@ -213,10 +223,9 @@ impl CudaBackend {
         }
         #[cfg(feature = "profile")]
         if self.driver.profiles("") {
-            return self.body(rows, &counts, counts.blocks.next_power_of_two().max(8));
+            return self.body(rows, &counts, captured_blocks(counts.blocks));
         }
-        // Launches for more blocks than there are cost little, a new graph costs much.
-        let blocks = counts.blocks.next_power_of_two().max(8);
+        let blocks = captured_blocks(counts.blocks);
         let key = GraphKey { rows, spans: counts.spans, blocks, tiles: counts.tiles.clone() };
         if let Some(graph) = self.graphs.get(&key) {
             return self.driver.launch_graph(*graph);
@@ -238,30 +247,23 @@ impl CudaBackend {
         let w = &self.map.trunk[head.weight.0];
         let d = w.args.cols as usize;
         let hidden = program.buffers[program.hidden.0];
-        // The rows' numbers lie behind the fault word's place in the logits' own memory, which is written after they are
-        // read.
-        self.driver.enqueue_write(self.map.logits, bytes_of(rows))?;
-        let args = GatherArgs {
-            src: self.map.arena + (hidden.offset * self.shape.max_rows * 4) as u64,
-            rows: self.map.logits,
-            dst: self.map.gathered,
-            width: d as u32,
-            pad: 0,
+        let hidden = self.map.arena + (hidden.offset * self.shape.max_rows * 4) as u64;
+        let src = match rows {
+            [one] => hidden + 4 * u64::from(*one) * d as u64,
+            _ => {
+                // The rows' numbers lie in the logits' own memory, which is written after they are read.
+                self.driver.enqueue_write(self.map.logits, bytes_of(rows))?;
+                let (numbers, dst) = (self.map.logits, self.map.gathered);
+                let args = GatherArgs { src: hidden, rows: numbers, dst, width: d as u32, pad: 0 };
+                let grid = [d.div_ceil(256) as u32, rows.len() as u32, 1];
+                self.launch(Kernel::Gather, grid, bytes_of(&[args]))?;
+                dst
+            }
         };
-        let grid = [d.div_ceil(256) as u32, rows.len() as u32, 1];
-        self.launch(Kernel::Gather, grid, bytes_of(&[args]))?;
         let pack = PackMem { row_codes: d as u64, row_meta: d as u64 / 2, ..self.map.head_pack };
         let packs = head.pack.map(|_| pack);
         let floats = if packs.is_none() { self.map.gathered } else { 0 };
-        run.norm_at(
-            rows.len(),
-            self.map.gathered,
-            d,
-            0,
-            Some(head.norm),
-            floats,
-            packs.as_slice(),
-        )?;
+        run.norm_at(rows.len(), src, d, 0, Some(head.norm), floats, packs.as_slice())?;
         match packs {
             Some(p) => {
                 let job = GemvJob {
@@ -330,6 +332,12 @@ impl Drop for CudaBackend {
         let _ = self.driver.sync();
         self.driver.free(self.memory);
     }
+}
+
+/// Blocks of positions that a captured pass allows for: launches for more than there are cost little, a new graph costs
+/// much. At most the next power of two.
+fn captured_blocks(blocks: usize) -> usize {
+    blocks.next_multiple_of((blocks.next_power_of_two() / 4).max(8))
 }
 
 /// Bytes of one expert of each routed layer.

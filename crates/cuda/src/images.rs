@@ -13,9 +13,11 @@ use crate::error::CudaError;
 pub const SOURCE: &str = concat!(
     include_str!("kernels/base.cuh"),
     include_str!("kernels/matrix.cuh"),
+    include_str!("kernels/lanes.cuh"),
     include_str!("kernels/gemv.cu"),
     include_str!("kernels/gemm.cu"),
     include_str!("kernels/float.cu"),
+    include_str!("kernels/experts.cu"),
     include_str!("kernels/rows.cu"),
     include_str!("kernels/heads.cu"),
     include_str!("kernels/attention.cu"),

@@ -3,7 +3,8 @@
 //!
 //! The driver is loaded at run time: one binary runs with and without a GPU, and building needs no CUDA. Reading order:
 //! [`error`] (why not), `layout` (how weights lie there), `map` (what lies where), `load` (how it gets there), `steps` (a
-//! program as few launches), `run` (launches), [`backend`] (passes and graphs), `driver` (the API), [`images`] (compiled
+//! program as few launches), `run` (launches), `decode` (fewer
+//! still, for one row), [`backend`] (passes and graphs), `driver` (the API), [`images`] (compiled
 //! kernels), and `kernels/`, whose orders of sums are those of `forebay_quant::oracle` and `forebay-cpu`.
 //!
 //! Not here: experts that are not all on the GPU, several GPUs.
@@ -13,6 +14,7 @@
 #[allow(unsafe_code)]
 mod args;
 pub mod backend;
+mod decode;
 mod driver;
 pub mod error;
 pub mod images;

@@ -97,11 +97,11 @@ impl Run<'_> {
             Step::ConvSilu { layer, src, dst } => self.conv(*layer, *src, *dst),
             Step::DeltaRule { layer, qkv, a, b, dst } => self.delta(*layer, [*qkv, *a, *b, *dst]),
             Step::Route { logits, moe } => self.route(*logits, *moe),
-            Step::Experts { moe, dst, add } => self.experts(*moe, *dst, *add),
+            Step::Experts { moe, dst, add } => self.experts(*moe, *dst, *add, None),
         }
     }
 
-    fn launch<T: Plain>(
+    pub(crate) fn launch<T: Plain>(
         &self,
         kernel: Kernel,
         grid: [usize; 3],
@@ -117,19 +117,19 @@ impl Run<'_> {
         self.driver.launch(launch, bytes_of(std::slice::from_ref(&args)))
     }
 
-    fn buffer(&self, b: BufferId) -> Ptr {
+    pub(crate) fn buffer(&self, b: BufferId) -> Ptr {
         self.map.arena + (self.program.buffers[b.0].offset * self.shape.max_rows * 4) as u64
     }
 
-    fn width(&self, b: BufferId) -> usize {
+    pub(crate) fn width(&self, b: BufferId) -> usize {
         self.program.buffers[b.0].width
     }
 
-    fn vector(&self, v: Option<VectorId>) -> Ptr {
+    pub(crate) fn vector(&self, v: Option<VectorId>) -> Ptr {
         v.map_or(0, |v| self.map.vectors[v.0])
     }
 
-    fn acts(&self, pack: &PackMem) -> Acts {
+    pub(crate) fn acts(&self, pack: &PackMem) -> Acts {
         let PackMem { codes, meta, row_codes, row_meta } = *pack;
         Acts { codes, meta, row_codes, row_meta }
     }
@@ -230,6 +230,13 @@ impl Run<'_> {
     }
 
     fn heads(&self, kv: KvId, parts: &[Option<Part>; 3]) -> Result<(), CudaError> {
+        let args = self.heads_args(kv, parts);
+        let heads: u32 = args.parts.iter().map(|p| p.heads).sum();
+        let grid = [(heads as usize * self.rows).div_ceil(4), 1, 1];
+        self.launch(Kernel::Heads, grid, 128, 4 * 4 * args.dim as usize, args)
+    }
+
+    pub(crate) fn heads_args(&self, kv: KvId, parts: &[Option<Part>; 3]) -> HeadsArgs {
         let layer = &self.program.kv_layers[kv.0];
         let dim = layer.head_dim;
         let layout = KvLayout::new(layer.n_kv_heads, dim, self.shape.kv_type);
@@ -246,11 +253,9 @@ impl Run<'_> {
             store: 1,
             ..Default::default()
         };
-        let mut heads = 0;
         for (to, part) in args.parts.iter_mut().zip(parts) {
             let Some(part) = part else { continue };
             let n = self.width(part.buf) / dim;
-            heads += n;
             *to = HeadPart {
                 x: self.buffer(part.buf),
                 weight: self.vector(part.norm.and_then(|n| n.weight)),
@@ -266,11 +271,10 @@ impl Run<'_> {
                 args.adjacent = (table.pairs == RopePairs::Adjacent) as u32;
             }
         }
-        let grid = [(heads * self.rows).div_ceil(4), 1, 1];
-        self.launch(Kernel::Heads, grid, 128, 4 * 4 * dim, args)
+        args
     }
 
-    fn linears(&self, list: &[Linear]) -> Result<(), CudaError> {
+    pub(crate) fn linears(&self, list: &[Linear]) -> Result<(), CudaError> {
         let mut packed: Vec<(PackId, Vec<&Linear>)> = Vec::new();
         for linear in list {
             match linear.op.src {
@@ -291,7 +295,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn job(&self, l: &Linear) -> GemvJob {
+    pub(crate) fn job(&self, l: &Linear) -> GemvJob {
         let w = &self.map.trunk[l.op.weight.0];
         let dst = l.add_into.unwrap_or(l.op.dst);
         GemvJob {
@@ -331,6 +335,9 @@ impl Run<'_> {
             }
             return Ok(());
         }
+        if rows == 1 {
+            return self.one_row(jobs, GemvArgs { acts, ..Default::default() });
+        }
         let mut args =
             GemvArgs { acts, n_jobs: jobs.len() as u32, rows: rows as u32, ..Default::default() };
         let mut blocks = 0;
@@ -338,8 +345,7 @@ impl Run<'_> {
             *to = GemvJob { first_block: blocks, ..*job };
             blocks += job.w.rows.div_ceil(8);
         }
-        let (kernel, together) = if rows == 1 { (Kernel::Gemv1, 1) } else { (Kernel::Gemv2, 2) };
-        self.launch(kernel, [blocks as usize, rows.div_ceil(together), 1], 256, 0, args)
+        self.launch(Kernel::Gemv2, [blocks as usize, rows.div_ceil(2), 1], 256, 0, args)
     }
 
     fn gemm(&self, args: GemmArgs, tiles: usize) -> Result<(), CudaError> {
@@ -386,65 +392,13 @@ impl Run<'_> {
         gate: Option<BufferId>,
         pack: Option<PackId>,
     ) -> Result<(), CudaError> {
-        let layer = &self.program.kv_layers[op.kv.0];
-        let dim = layer.head_dim;
-        let layout = KvLayout::new(layer.n_kv_heads, dim, self.shape.kv_type);
-        let blocks = window_blocks(op.window, self.blocks);
-        let rows_of_tile = rows_of_tile(self.program, op);
-        let mut args = AttendArgs {
-            q: self.buffer(op.q),
-            out: self.buffer(op.dst),
-            sinks: self.vector(op.sinks),
-            pages: self.map.kv[op.kv.0],
-            tables: self.inputs.table(layer.class),
-            positions: self.inputs.positions(),
-            row_sequence: self.inputs.row_sequence(),
-            tiles: self.inputs.tiles(rows_of_tile),
-            parts: self.map.parts,
-            part_ml: self.map.part_ml,
-            page_bytes: layout.page_bytes() as u64,
-            rows: self.rows as u32,
-            n_heads: op.n_heads as u32,
-            n_kv_heads: layer.n_kv_heads as u32,
-            dim: dim as u32,
-            table_len: self.inputs.table_len as u32,
-            kv_type: self.shape.kv_type as u32,
-            window: op.window.unwrap_or(0) as u32,
-            max_blocks: blocks as u32,
-            scale: op.scale,
-            ..Default::default()
-        };
-        if !dim.is_multiple_of(16) {
-            return Err(CudaError::Unsupported(format!(
-                "heads {dim} wide, which is no multiple of 16"
-            )));
-        }
-        let group = op.n_heads / layer.n_kv_heads;
-        let shared = 4 * group * (dim + 32) + 64 * dim * self.shape.kv_type.bytes();
+        let args = self.attend_args(op)?;
+        let (dim, blocks) = (args.dim as usize, args.max_blocks as usize);
+        let shared = self.attend_shared(&args);
         if self.rows <= FEW_ROWS && shared <= self.driver.info().shared_bytes as usize {
-            let grid = [blocks, layer.n_kv_heads, self.rows];
+            let grid = [blocks, args.n_kv_heads as usize, self.rows];
             self.launch(Kernel::AttendBlocks, grid, 256, shared, args)?;
-            // A block of 32 outputs is one head's: packed where it is made.
-            let packs_here = dim.is_multiple_of(32);
-            if let (Some(p), true) = (pack, packs_here) {
-                let p = &self.map.packs[p.0];
-                (args.codes, args.meta) = (p.codes, p.meta);
-                (args.row_codes, args.row_meta) = (p.row_codes, p.row_meta);
-            }
-            args.gate = gate.map_or(0, |g| self.buffer(g));
-            let grid = [op.n_heads, self.rows, 1];
-            let threads = dim.next_multiple_of(32);
-            self.launch(
-                Kernel::AttendMerge,
-                grid,
-                threads,
-                4 * 4 * blocks.next_multiple_of(16),
-                args,
-            )?;
-            return match (pack, packs_here) {
-                (Some(p), false) => self.pack(op.dst, p),
-                _ => Ok(()),
-            };
+            return self.merge(op, args, gate, pack);
         }
         let kernel = match dim {
             ..=64 => Kernel::AttendTile64,
@@ -452,11 +406,13 @@ impl Run<'_> {
             129..=256 => Kernel::AttendTile256,
             _ => Kernel::AttendTile512,
         };
+        let rows_of_tile = rows_of_tile(self.program, op);
         let tiles =
             self.counts.tiles.iter().find(|t| t.0 == rows_of_tile).expect("of every attention").1;
         let queries = tile_queries(dim);
         let floats = 64 * dim + queries * dim + 32 * queries + 4 * queries + 64;
-        self.launch(kernel, [tiles, layer.n_kv_heads, 1], 256, 4 * floats, args)?;
+        let grid = [tiles, args.n_kv_heads as usize, 1];
+        self.launch(kernel, grid, 256, 4 * floats, args)?;
         if let Some(gate) = gate {
             let y = self.buffer(gate);
             self.element(ElementOp::Sigmoid, op.dst, ElementArgs { y, ..Default::default() })?;
@@ -467,7 +423,74 @@ impl Run<'_> {
         }
     }
 
-    fn pack(&self, src: BufferId, pack: PackId) -> Result<(), CudaError> {
+    pub(crate) fn attend_args(&self, op: &AttentionOp) -> Result<AttendArgs, CudaError> {
+        let layer = &self.program.kv_layers[op.kv.0];
+        let dim = layer.head_dim;
+        if !dim.is_multiple_of(16) {
+            return Err(CudaError::Unsupported(format!(
+                "heads {dim} wide, which is no multiple of 16"
+            )));
+        }
+        let layout = KvLayout::new(layer.n_kv_heads, dim, self.shape.kv_type);
+        Ok(AttendArgs {
+            q: self.buffer(op.q),
+            out: self.buffer(op.dst),
+            sinks: self.vector(op.sinks),
+            pages: self.map.kv[op.kv.0],
+            tables: self.inputs.table(layer.class),
+            positions: self.inputs.positions(),
+            row_sequence: self.inputs.row_sequence(),
+            tiles: self.inputs.tiles(rows_of_tile(self.program, op)),
+            parts: self.map.parts,
+            part_ml: self.map.part_ml,
+            page_bytes: layout.page_bytes() as u64,
+            rows: self.rows as u32,
+            n_heads: op.n_heads as u32,
+            n_kv_heads: layer.n_kv_heads as u32,
+            dim: dim as u32,
+            table_len: self.inputs.table_len as u32,
+            kv_type: self.shape.kv_type as u32,
+            window: op.window.unwrap_or(0) as u32,
+            max_blocks: window_blocks(op.window, self.blocks) as u32,
+            scale: op.scale,
+            ..Default::default()
+        })
+    }
+
+    /// Shared memory of attention over blocks, as `waiting` in `attention.cu` lays it out: queries and room for a key and
+    /// a value, probabilities, and a head of a page.
+    pub(crate) fn attend_shared(&self, args: &AttendArgs) -> usize {
+        let (dim, group) = (args.dim as usize, (args.n_heads / args.n_kv_heads) as usize);
+        4 * (group + 2) * (dim + 4) + 128 * group + 64 * dim * self.shape.kv_type.bytes() + 256
+    }
+
+    /// The second half of attention for few rows.
+    pub(crate) fn merge(
+        &self,
+        op: &AttentionOp,
+        mut args: AttendArgs,
+        gate: Option<BufferId>,
+        pack: Option<PackId>,
+    ) -> Result<(), CudaError> {
+        let (dim, blocks) = (args.dim as usize, args.max_blocks as usize);
+        // A block of 32 outputs is one head's: packed where it is made.
+        let packs_here = dim.is_multiple_of(32);
+        if let (Some(p), true) = (pack, packs_here) {
+            let p = &self.map.packs[p.0];
+            (args.codes, args.meta) = (p.codes, p.meta);
+            (args.row_codes, args.row_meta) = (p.row_codes, p.row_meta);
+        }
+        args.gate = gate.map_or(0, |g| self.buffer(g));
+        let grid = [op.n_heads, self.rows, 1];
+        let shared = 4 * 4 * blocks.next_multiple_of(16);
+        self.launch(Kernel::AttendMerge, grid, dim.next_multiple_of(32), shared, args)?;
+        match (pack, packs_here) {
+            (Some(p), false) => self.pack(op.dst, p),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn pack(&self, src: BufferId, pack: PackId) -> Result<(), CudaError> {
         self.norm(self.buffer(src), self.width(src), None, None, None, &[pack])
     }
 
@@ -543,13 +566,18 @@ impl Run<'_> {
     }
 
     fn route(&self, logits: BufferId, id: MoeId) -> Result<(), CudaError> {
+        let args = self.route_args(logits, id)?;
+        self.launch(Kernel::Route, [self.rows, 1, 1], 32, 0, args)
+    }
+
+    pub(crate) fn route_args(&self, logits: BufferId, id: MoeId) -> Result<RouteArgs, CudaError> {
         let moe = &self.program.moes[id.0];
         let all = match moe.score {
             Score::SoftmaxSelected => 0,
             Score::SoftmaxAll => 1,
             other => return Err(CudaError::Unsupported(format!("router score {other:?}"))),
         };
-        let args = RouteArgs {
+        Ok(RouteArgs {
             logits: self.buffer(logits),
             expert_scale: self.vector(moe.expert_scale),
             ids: self.map.ids,
@@ -561,17 +589,24 @@ impl Run<'_> {
             all,
             layer: moe.layer as u32,
             pad: 0,
-        };
-        self.launch(Kernel::Route, [self.rows, 1, 1], 32, 0, args)
+        })
     }
 
-    fn experts(&self, id: MoeId, dst: BufferId, add: bool) -> Result<(), CudaError> {
+    /// The chosen experts; with a route their first kernel makes the choice, which [`Run::chooses`] must allow.
+    pub(crate) fn experts(
+        &self,
+        id: MoeId,
+        dst: BufferId,
+        add: bool,
+        route: Option<RouteArgs>,
+    ) -> Result<(), CudaError> {
         let moe = &self.program.moes[id.0];
         let pairs = self.rows * moe.top_k;
         let (d, inner) = (moe.hidden_size, moe.intermediate);
         let [gate, up, down] = &self.map.experts[id.0];
         let biases = self.map.expert_biases[id.0];
         let few = self.rows <= FEW_ROWS && moe.top_k <= 8;
+        assert!(route.is_none() || few, "the choice is made by kernels for few rows");
         let (kind, alpha, limit) = kind_of(moe.activation)?;
         let packed = moe.hidden_order.is_some();
         let hidden =
@@ -610,12 +645,22 @@ impl Run<'_> {
                     limit,
                     ..Default::default()
                 };
+                if let Some(route) = route {
+                    args.logits = route.logits;
+                    args.expert_scale = route.expert_scale;
+                    args.weights = route.weights;
+                    args.fault = route.fault;
+                    (args.experts, args.all, args.layer) = (route.experts, route.all, route.layer);
+                    args.down = down.args;
+                }
                 is_packed = packed;
                 match packed {
                     true => (args.codes, args.meta) = (hidden.codes, hidden.meta),
                     false => args.hidden = self.map.gate,
                 }
-                self.launch(Kernel::ExpertUp, [inner.div_ceil(32), pairs, 1], 256, 0, args)?;
+                let shared = up_shared(gate.args.blocks as usize, moe.n_experts);
+                let grid = [inner.div_ceil(32), pairs, 1];
+                self.launch(Kernel::ExpertUp, grid, 256, shared, args)?;
             }
             Operand::Packed(p) => {
                 let acts = self.acts(&self.map.packs[p.0]);
@@ -653,7 +698,11 @@ impl Run<'_> {
         let parts = self.buffer(moe.out);
         match (packed, few) {
             (true, true) => {
-                let outs = 4 * (8 / moe.top_k);
+                // Rows of few columns are too short to keep memory busy: two at a time.
+                let passes = if inner <= 1024 { 2 } else { 1 };
+                let groups = 8 / moe.top_k;
+                let outs = 4 * passes * groups;
+                let shared = 48 * (inner / 32) * (8 / groups);
                 let args = ExpertDownArgs {
                     down: down.args,
                     acts: self.acts(&hidden),
@@ -665,14 +714,11 @@ impl Run<'_> {
                     top_k: moe.top_k as u32,
                     add: add as u32,
                     variant: down.variant,
+                    passes: passes as u32,
+                    pad: 0,
                 };
-                return self.launch(
-                    Kernel::ExpertDown,
-                    [d.div_ceil(outs), self.rows, 1],
-                    256,
-                    0,
-                    args,
-                );
+                let grid = [d.div_ceil(outs), self.rows, 1];
+                return self.launch(Kernel::ExpertDown, grid, 256, shared, args);
             }
             (true, false) => self.expert_gemm(id, down, self.acts(&hidden), biases[2], parts, 1)?,
             (false, _) => self.float(FloatJob {
@@ -737,4 +783,9 @@ impl Run<'_> {
 
 fn kind_of(a: forebay_models::Activation) -> Result<(u32, f32, f32), CudaError> {
     activation(a).ok_or_else(|| CudaError::Unsupported(format!("activation {a:?}")))
+}
+
+/// Shared memory of the experts' first product: a row's planes, logits and ranks.
+pub(crate) fn up_shared(blocks: usize, experts: usize) -> usize {
+    48 * blocks + 8 * experts.next_multiple_of(4)
 }

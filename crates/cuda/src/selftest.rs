@@ -204,16 +204,14 @@ impl Case {
                             variant: placed.variant,
                             ..Default::default()
                         };
-                        let (kernel, n) =
-                            if rows == 1 { (Kernel::Gemv1, 1) } else { (Kernel::Gemv2, 2) };
-                        launch(
-                            d,
-                            kernel,
-                            [self.rows.div_ceil(8), rows.div_ceil(n), 1],
-                            256,
-                            0,
-                            args,
-                        )?;
+                        if rows == 1 {
+                            let shared = 48 * self.cols / 32;
+                            let grid = [self.rows.div_ceil(16), 1, 1];
+                            launch(d, Kernel::Gemv1, grid, 128, shared, args)?;
+                        } else {
+                            let grid = [self.rows.div_ceil(8), rows.div_ceil(2), 1];
+                            launch(d, Kernel::Gemv2, grid, 256, 0, args)?;
+                        }
                     }
                 }
                 let want = self.expected(&x, rows, |r, x| dot_q8(&view, r, x));

@@ -77,7 +77,9 @@ impl Sampler {
 
     /// Chooses the token after `history`, at `position`. `None` when a logit is NaN or none is finite.
     pub fn sample(&mut self, logits: &[f32], history: &[u32], position: u64) -> Option<Choice> {
-        let (raw_max, log_sum) = log_sum_exp(logits)?;
+        let max = finite_max(logits)?;
+        let sums = line_sums(logits, max, 1.0);
+        let log_sum = sums.iter().sum::<f64>().ln();
         let p = &self.params;
         let recent = &history[history.len().saturating_sub(p.repeat_last)..];
         let penalised = !recent.is_empty()
@@ -85,7 +87,9 @@ impl Sampler {
         let token = if p.temperature <= 0.0 && !penalised {
             argmax(logits)
         } else if !penalised && p.draws_from_all() {
-            draw_from_all(logits, raw_max, p, position)
+            // A temperature of one needs no exponentials of its own.
+            let own = (p.temperature != 1.0).then(|| line_sums(logits, max, 1.0 / p.temperature));
+            draw_from_all(logits, max, own.as_deref().unwrap_or(&sums), p, position)
         } else {
             self.candidates.clear();
             self.candidates.extend(logits.iter().enumerate().map(|(i, &l)| (i as u32, l)));
@@ -94,7 +98,7 @@ impl Sampler {
             }
             self.draw(position)
         };
-        let logprob = (logits[token as usize] as f64 - raw_max as f64 - log_sum) as f32;
+        let logprob = (logits[token as usize] as f64 - max as f64 - log_sum) as f32;
         Some(Choice { token, logprob })
     }
 
@@ -210,11 +214,16 @@ fn exponentials(logits: &[f32], max: f32, inv_t: f32, mut f: impl FnMut(usize, &
     }
 }
 
-/// Draws where nothing is cut: the line first, then the token in it.
-fn draw_from_all(logits: &[f32], max: f32, p: &SamplerParams, position: u64) -> u32 {
-    let inv_t = 1.0 / p.temperature;
+/// The sum of every line's exponentials.
+fn line_sums(logits: &[f32], max: f32, inv_t: f32) -> Vec<f64> {
     let mut sums = Vec::with_capacity(logits.len().div_ceil(LINE));
     exponentials(logits, max, inv_t, |_, _, sum| sums.push(sum));
+    sums
+}
+
+/// Draws where nothing is cut: the line first, by the lines' sums, then the token in it.
+fn draw_from_all(logits: &[f32], max: f32, sums: &[f64], p: &SamplerParams, position: u64) -> u32 {
+    let inv_t = 1.0 / p.temperature;
     let mut left = uniform(p.seed, position, 0) * sums.iter().sum::<f64>();
     let mut at = 0;
     while at + 1 < sums.len() && left >= sums[at] {
@@ -236,19 +245,19 @@ fn draw_from_all(logits: &[f32], max: f32, p: &SamplerParams, position: u64) -> 
     (start + chosen) as u32
 }
 
-/// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
-pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
+/// The largest logit. `None` when a logit is NaN or +inf, or all are -inf.
+fn finite_max(logits: &[f32]) -> Option<f32> {
     // Without an early end, which would keep the compiler from vectors.
     if logits.iter().fold(false, |nan, l| nan | l.is_nan()) {
         return None;
     }
-    let max = largest(logits);
-    if !max.is_finite() {
-        return None;
-    }
-    let mut total = 0.0;
-    exponentials(logits, max, 1.0, |_, _, sum| total += sum);
-    Some((max, total.ln()))
+    Some(largest(logits)).filter(|max| max.is_finite())
+}
+
+/// Largest logit and `ln(sum(exp(l - max)))`. `None` when a logit is NaN or +inf, or all are -inf.
+pub fn log_sum_exp(logits: &[f32]) -> Option<(f32, f64)> {
+    let max = finite_max(logits)?;
+    Some((max, line_sums(logits, max, 1.0).iter().sum::<f64>().ln()))
 }
 
 /// A number in `[0, 1)` from a counter: two rounds of the SplitMix64 finaliser (Steele et al. 2014) over

@@ -55,6 +55,7 @@ impl Emulated {
             total_bytes: 8 << 30,
             free_bytes: 8 << 30,
             shared_bytes: 227 << 10,
+            multiprocessors: 132,
             driver_version: 13000,
         };
         Ok(Emulated { info, functions, state: Mutex::default(), _library: library })

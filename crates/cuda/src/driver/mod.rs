@@ -65,6 +65,7 @@ macro_rules! kernels {
 kernels! {
     Gemv1 = "gemv_1": GemvArgs,
     Gemv2 = "gemv_2": GemvArgs,
+    Router = "router": RouterArgs,
     ExpertUp = "expert_up": ExpertUpArgs,
     ExpertDown = "expert_down": ExpertDownArgs,
     Gemm = "gemm": GemmArgs,
@@ -81,6 +82,7 @@ kernels! {
     Gather = "gather": GatherArgs,
     Heads = "heads": HeadsArgs,
     AttendBlocks = "attend_blocks": AttendArgs,
+    AttendRow = "attend_row": AttendRowArgs,
     AttendMerge = "attend_merge": AttendArgs,
     AttendTile64 = "attend_tile_64": AttendArgs,
     AttendTile128 = "attend_tile_128": AttendArgs,
@@ -91,6 +93,26 @@ kernels! {
     Combine = "combine": CombineArgs,
     ConvSilu = "conv_silu": ConvArgs,
     DeltaRule = "delta_rule": DeltaArgs,
+}
+
+impl Kernel {
+    /// Whether a decode step is made of it. These all ask for the same split between shared memory and first-level
+    /// cache: a multiprocessor does not overlap kernels that want another one.
+    pub(crate) fn of_decode(self) -> bool {
+        use Kernel::*;
+        matches!(
+            self,
+            Embed
+                | RopeAngles
+                | NormPack
+                | Gemv1
+                | AttendRow
+                | AttendMerge
+                | Router
+                | ExpertUp
+                | ExpertDown
+        )
+    }
 }
 
 /// How many threads run a kernel.
@@ -118,6 +140,8 @@ pub struct GpuInfo {
     pub free_bytes: u64,
     /// Most bytes of shared memory of a block.
     pub shared_bytes: u32,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
     /// `12040` for CUDA 12.4.
     pub driver_version: u32,
 }

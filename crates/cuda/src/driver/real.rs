@@ -101,6 +101,7 @@ fn find() -> Result<(sys::CUdevice, GpuInfo), CudaError> {
             return Err(CudaError::OldDevice { name, capability });
         }
         let shared_bytes = attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let mut total = 0;
         check(sys::cuDeviceTotalMem_v2(&mut total, device), "asking device 0")?;
         let info = GpuInfo {
@@ -109,6 +110,7 @@ fn find() -> Result<(sys::CUdevice, GpuInfo), CudaError> {
             total_bytes: total as u64,
             free_bytes: total as u64,
             shared_bytes,
+            multiprocessors,
             driver_version: version as u32,
         };
         Ok((device, info))
@@ -146,6 +148,11 @@ impl Real {
                 check(sys::cuFuncGetAttribute(&mut own, size, f), "asking a kernel")?;
                 let rest = info.shared_bytes as i32 - own;
                 check(sys::cuFuncSetAttribute(f, most, rest), "giving a kernel shared memory")?;
+                if kernel.of_decode() {
+                    let split =
+                        sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+                    check(sys::cuFuncSetAttribute(f, split, 100), "splitting a kernel's memory")?;
+                }
                 functions.push(f);
             }
             let (mut free, mut total) = (0, 0);

@@ -57,6 +57,8 @@ D void let_next_start() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+// Asks for a line of memory to be brought into the second-level cache.
+D void prefetch(const u8* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // 16 x 32 (or 16 x 16) signed bytes times 32 x 8: exact sums of 32 (16) products, added to c.
 D void mma_32(int c[4], const u32 a[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -174,6 +174,7 @@ D void block_barrier() { emulated::yield(emulated::BLOCK); }
 D void warp_barrier() { emulated::exchange(0, 0); }
 D void wait_for_inputs() {}
 D void let_next_start() {}
+D void prefetch(const u8*) {}
 template <class T> D T load_as(const u8* p) { T x; memcpy(&x, p, sizeof x); if ((size_t)p % sizeof(T)) { fprintf(stderr, "emulator: unaligned load\n"); abort(); } return x; }
 D uint4 load_16(const u8* p) { return load_as<uint4>(p); }
 D uint2 load_8(const u8* p) { return load_as<uint2>(p); }

@@ -79,20 +79,7 @@ KERNEL(float_row, FloatJob, 256, 4) {
     for (u32 i = threadIdx.x; i < a.w.cols / 4; i += 256) ((float4*)x)[i] = in[i];
     block_barrier();
     if (threadIdx.x >= 32) return;
-    u32 l = threadIdx.x & 15, e = l;
-    float acc = 0.0f;
-    for (; e + 11 * 16 < a.w.cols; e += 12 * 16) {
-        float p[12], q[12];
-#pragma unroll
-        for (int i = 0; i < 12; i++) {
-            p[i] = w[e + 16 * i];
-            q[i] = x[e + 16 * i];
-        }
-#pragma unroll
-        for (int i = 0; i < 12; i++) acc = fma_(p[i], q[i], acc);
-    }
-    for (; e < a.w.cols; e += 16) acc = fma_(w[e], x[e], acc);
-    acc = join_16(acc);
+    float acc = dot_16(w, x, a.w.cols);
     if (threadIdx.x == 0) {
         float v = a.bias ? acc + a.bias[o] : acc;
         float* out = a.out + (u64)row * a.stride + o;

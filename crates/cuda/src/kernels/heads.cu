@@ -27,72 +27,83 @@ D u8* head_of_page(u8* pages, u64 page_bytes, u32 page, u32 head, u32 dim, u32 k
     return pages + page * page_bytes + head * head_bytes;
 }
 
+// Cosines and sines of a row: both [half].
+struct Angles { const float* cos; const float* sin; };
+
+// A head into shared memory, normed and turned; by a warp.
+D void ready_head(const HeadPart& part, const float* src, Angles angles, u32 dim, u32 half, u32 adjacent, float* x) {
+    u32 lane = threadIdx.x & 31;
+    for (u32 i = lane; i < dim; i += 32) x[i] = src[i];
+    warp_barrier();
+    if (part.norm) {
+        float acc = 0.0f;
+        for (u32 i = lane & 15; i < dim; i += 16) acc = fma_(x[i], x[i], acc);
+        acc = join_16(acc);
+        warp_barrier();
+        float scale = 1.0f / sqrtf(acc / (float)dim + part.eps);
+        for (u32 i = lane; i < dim; i += 32) {
+            float v = x[i] * scale;
+            x[i] = part.weight ? v * part.weight[i] : v;
+        }
+        warp_barrier();
+    }
+    if (part.rope) {
+        for (u32 i = lane; i < half; i += 32) {
+            float c = angles.cos[i], s = angles.sin[i];
+            u32 first = adjacent ? 2 * i : i, second = adjacent ? 2 * i + 1 : i + half;
+            float p = x[first], q = x[second];
+            x[first] = fma_(p, c, -(q * s));
+            x[second] = fma_(q, c, p * s);
+        }
+        warp_barrier();
+    }
+}
+
+// Stores a key (which 1) or value (2) of one position, in a head of a page; by a warp.
+D void store_head(u8* to, u32 which, u32 slot, const float* x, u32 dim, u32 kv_type) {
+    u32 lane = threadIdx.x & 31, largest = 0;
+    for (u32 i = lane; i < dim; i += 32) {
+        u32 m = bits_of(x[i]) & 0x7fffffffu;
+        largest = m > largest ? m : largest;
+    }
+    float amax = float_of(warp_max(largest));
+    float scale = amax < 1e-30f ? 0.0f : amax / 127.0f, factor = amax < 1e-30f ? 0.0f : 127.0f / amax;
+    u32 value = which == 2 ? dim * 32 : 0;
+    for (u32 i = lane; i < dim; i += 32) {
+        u32 at = value + (which == 2 ? slot * dim + i : i * 32 + slot);
+        if (kv_type == 0) ((float*)to)[at] = x[i];
+        if (kv_type == 1) ((u16*)to)[at] = float_to_half(x[i]);
+        if (kv_type == 2) {
+            float c = x[i] * factor;
+            to[at] = (u8)(c == c ? (int)rintf(c) : 0);
+        }
+    }
+    if (kv_type == 2 && lane == 0) ((float*)(to + 2 * dim * 32))[(which == 2 ? 32 : 0) + slot] = scale;
+}
+
 KERNEL(heads, HeadsArgs, 128, 1) {
     DYNAMIC_SHARED(shared);
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, l = lane & 15;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     float* x = (float*)shared + warp * a.dim;
     let_next_start();
     wait_for_inputs();
     u32 per_row = a.parts[0].heads + a.parts[1].heads + a.parts[2].heads;
     u32 index = blockIdx.x * 4 + warp;
-    bool there = index < per_row * a.rows;
-    if (!there) index = 0;
+    if (index >= per_row * a.rows) return;
     u32 row = index / per_row, head = index % per_row, which = 0;
     while (head >= a.parts[which].heads) head -= a.parts[which++].heads;
     const HeadPart& part = a.parts[which];
     float* src = part.x + ((u64)row * part.heads + head) * a.dim;
-    for (u32 i = lane; i < a.dim; i += 32) x[i] = src[i];
-    warp_barrier();
-    float acc = 0.0f;
-    for (u32 i = l; i < a.dim; i += 16) acc = fma_(x[i], x[i], acc);
-    acc = join_16(acc);
-    warp_barrier();
-    if (part.norm) {
-        float scale = 1.0f / sqrtf(acc / (float)a.dim + part.eps);
-        for (u32 i = lane; i < a.dim; i += 32) {
-            float v = x[i] * scale;
-            x[i] = part.weight ? v * part.weight[i] : v;
-        }
-    }
-    warp_barrier();
-    if (part.rope) {
-        for (u32 i = lane; i < a.half; i += 32) {
-            float c = a.angles[row * a.half + i], s = a.angles[a.rows * a.half + row * a.half + i];
-            u32 first = a.adjacent ? 2 * i : i, second = a.adjacent ? 2 * i + 1 : i + a.half;
-            float p = x[first], q = x[second];
-            x[first] = fma_(p, c, -(q * s));
-            x[second] = fma_(q, c, p * s);
-        }
-    }
-    warp_barrier();
-    u32 largest = 0;
-    for (u32 i = lane; i < a.dim; i += 32) {
-        u32 m = bits_of(x[i]) & 0x7fffffffu;
-        largest = m > largest ? m : largest;
-    }
-    for (int m = 16; m > 0; m >>= 1) {
-        u32 other = shuffle_xor_bits(largest, m);
-        largest = other > largest ? other : largest;
-    }
-    if (!there) return;
+    Angles angles;
+    angles.cos = a.angles + row * a.half;
+    angles.sin = angles.cos + a.rows * a.half;
+    ready_head(part, src, angles, a.dim, a.half, a.adjacent, x);
     if (which == 0 || !a.store) {
         for (u32 i = lane; i < a.dim; i += 32) src[i] = x[i];
         return;
     }
-    u32 position = a.positions[row], slot = position & 31;
+    u32 position = a.positions[row];
     u32 page = a.tables[a.row_sequence[row] * a.table_len + position / 32];
     u8* to = head_of_page(a.pages, a.page_bytes, page, head, a.dim, a.kv_type);
-    u32 value = which == 2 ? a.dim * 32 : 0;
-    float amax = float_of(largest);
-    float scale = amax < 1e-30f ? 0.0f : amax / 127.0f, factor = amax < 1e-30f ? 0.0f : 127.0f / amax;
-    for (u32 i = lane; i < a.dim; i += 32) {
-        u32 at = value + (which == 2 ? slot * a.dim + i : i * 32 + slot);
-        if (a.kv_type == 0) ((float*)to)[at] = x[i];
-        if (a.kv_type == 1) ((u16*)to)[at] = float_to_half(x[i]);
-        if (a.kv_type == 2) {
-            float c = x[i] * factor;
-            to[at] = (u8)(c == c ? (int)rintf(c) : 0);
-        }
-    }
-    if (a.kv_type == 2 && lane == 0) ((float*)(to + 2 * a.dim * 32))[(which == 2 ? 32 : 0) + slot] = scale;
+    store_head(to, which, position & 31, x, a.dim, a.kv_type);
 }

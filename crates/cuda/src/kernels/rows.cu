@@ -42,20 +42,8 @@ KERNEL(norm_pack, NormArgs, 1024, 1) {
     }
     block_barrier();
     if (a.norm && threadIdx.x < 32) {
-        u32 l = threadIdx.x & 15;
-        float acc = 0.0f;
-        u32 i = l;
-        for (; i + 15 * 16 < a.width; i += 16 * 16) {
-            float v[16];
-#pragma unroll
-            for (int k = 0; k < 16; k++) v[k] = x[i + 16 * k];
-#pragma unroll
-            for (int k = 0; k < 16; k++) acc = fma_(v[k], v[k], acc);
-        }
-        for (; i < a.width; i += 16) acc = fma_(x[i], x[i], acc);
-        acc = join_16(acc);
-        float s = acc / (float)a.width + a.eps;
-        if (threadIdx.x == 0) scale = 1.0f / sqrtf(s);
+        float f = row_factor(x, a.width, a.eps);
+        if (threadIdx.x == 0) scale = f;
     }
     block_barrier();
     u32 end = (a.width + 31) / 32 * 32;
