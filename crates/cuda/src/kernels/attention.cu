@@ -44,10 +44,6 @@ D void widen(const u8* from, float* to, u32 n, u32 kv_type, u32 threads) {
     }
 }
 
-D void copy_16(const u8* from, u8* to, u32 bytes, u32 threads) {
-    for (u32 i = threadIdx.x; i < bytes / 16; i += threads) ((uint4*)to)[i] = ((const uint4*)from)[i];
-}
-
 template <int TYPE>
 D float kv_at(const u8* p, u32 i) {
     if (TYPE == 1) return half_to_float(((const u16*)p)[i]);
@@ -108,6 +104,10 @@ D bool find_place(const AttendArgs& a, Place& at) {
 D u32 kv_bytes(const AttendArgs& a) {
     u32 size = a.kv_type == 0 ? 4 : a.kv_type == 1 ? 2 : 1;
     return 2 * a.dim * 32 * size + (a.kv_type == 2 ? 256 : 0);
+}
+
+D void share_page(const u8* page, u8* to, u32 bytes) {
+    fetch<4>(page, bytes / 16, threadIdx.x, 256, [=](u32 i, uint4 v) { ((uint4*)to)[i] = v; });
 }
 
 // Weighted values of a thread's dimension, for N heads `step` apart, which share its loads.
@@ -275,7 +275,7 @@ KERNEL(attend_blocks, AttendArgs, 256, 2) {
     Place at;
     if (!find_place(a, at)) return;
     Waiting w = waiting(a, shared);
-    copy_16(at.page, w.kv, kv_bytes(a), 256);
+    share_page(at.page, w.kv, kv_bytes(a));
     u32 group = a.n_heads / a.n_kv_heads;
     const float* src = a.q + ((u64)at.row * a.n_heads + at.head * group) * a.dim;
     for (u32 i = threadIdx.x; i < group * a.dim; i += 256) w.q[i / a.dim * w.stride + i % a.dim] = src[i];
@@ -298,8 +298,8 @@ KERNEL(attend_row, AttendRowArgs, 256, 2) {
     if (!find_place(a.a, at)) return;
     Waiting w = waiting(a.a, shared);
     u32 group = a.a.n_heads / a.a.n_kv_heads, dim = a.a.dim, warp = threadIdx.x / 32;
-    copy_16(at.page, w.kv, kv_bytes(a.a), 256);
     let_next_start();
+    share_page(at.page, w.kv, kv_bytes(a.a));
     wait_for_inputs();
     // The page in shared memory is complete before the row's own key and value go into it.
     block_barrier();

@@ -75,6 +75,44 @@ D uint2 load_8(const u8* p) { return __ldg((const uint2*)p); }
 D u32 load_4(const u8* p) { return __ldg((const u32*)p); }
 D u16 load_2(const u8* p) { return __ldg((const u16*)p); }
 D u8 load_1(const u8* p) { return __ldg(p); }
+// The same where they stand: the compiler would move them to where their results are used, behind waiting for inputs.
+// They are read once, so they take no room in the first-level cache.
+D uint4 early_16(const u8* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+// What an earlier kernel wrote, where it stands.
+D uint4 fresh_16(const u8* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+D float fresh_4(const float* p) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+D uint2 early_8(const u8* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+D u32 early_4(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+D u16 early_2(const u8* p) {
+    u16 v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+D u8 early_1(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return (u8)v;
+}
 #endif
 
 #define INF float_of(0x7f800000u)

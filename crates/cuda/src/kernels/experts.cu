@@ -25,9 +25,9 @@ KERNEL(router, RouterArgs, 256, 3) {
     float* scale = w + a.width;      // [width]
     u32 o = blockIdx.x;
     bool product = o < a.features;
+    let_next_start();
     share_floats(a.weight, a.width, scale);
     if (product) share_floats((const float*)a.w.codes + (u64)o * a.width, a.width, w);
-    let_next_start();
     wait_for_inputs();
     NormedRow row = norm_row(a.x, a.width, a.eps, x, scale, &factor);
     if (!product) {
@@ -160,7 +160,8 @@ KERNEL(expert_up, ExpertUpArgs, 256, 2) {
     let_next_start();
     wait_for_inputs();
     u32 row = pair / a.top_k;
-    share_row(a.acts.codes + row * a.acts.row_codes, a.acts.meta + row * a.acts.row_meta, a.gate.blocks, planes);
+    share_row(a.acts.codes + row * a.acts.row_codes, a.acts.meta + row * a.acts.row_meta, a.gate.blocks, planes,
+              threadIdx.x, blockDim.x);
     if (a.logits) {
         choose(a, logits, (u32*)(logits + (a.experts + 3) / 4 * 4), chosen);
         expert = chosen[pair];
@@ -199,10 +200,7 @@ D void down_dots(const ExpertDownArgs& a, u32 expert, u32 o, const u8* codes, co
     load_lane(a.down, row, p);
     if (a.passes == 2) load_lane(a.down, next, q);
     // Rows of all ranks, by the warps that need them.
-    u32 blocks = a.down.blocks, per = 32 * groups, t = threadIdx.x % per;
-    uint4* to = (uint4*)planes;
-    for (u32 i = t; i < 2 * blocks; i += per) to[(i & 1) * blocks + (i >> 1)] = ((const uint4*)codes)[i];
-    for (u32 i = t; i < blocks; i += per) to[2 * blocks + i] = ((const uint4*)meta)[i];
+    share_row(codes, meta, a.down.blocks, planes, threadIdx.x % (32 * groups), 32 * groups);
     block_barrier();
     float y = lane_dot(a.down, row, p, planes);
     if ((threadIdx.x & 28) == 0) out[r] = a.bias ? y + a.bias[row] : y;
@@ -213,7 +211,7 @@ D void down_dots(const ExpertDownArgs& a, u32 expert, u32 o, const u8* codes, co
 }
 
 // Block (4 * passes * (8 / top_k) outputs, row): the chosen experts' outputs, summed in rank order. top_k <= 8.
-KERNEL(expert_down, ExpertDownArgs, 256, 3) {
+KERNEL(expert_down, ExpertDownArgs, 256, 2) {
     DYNAMIC_SHARED(shared);
     __shared__ float part[64];
     u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, each = 4 * a.passes, outs = each * groups;

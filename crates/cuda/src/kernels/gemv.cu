@@ -99,14 +99,14 @@ D float one_row(const GemvArgs& a, const GemvJob& job, u32 o, u8* shared, float*
     float* x = (float*)(shared + 48 * blocks);
     // Weights are nobody's output: they may be read before the kernel in front has ended.
     load_lane(job.w, o, lane);
-    if (a.x) share_floats(a.weight, width, x + width);
     let_next_start();
+    if (a.x) share_floats(a.weight, width, x + width);
     wait_for_inputs();
     if (a.x) {
         NormedRow row = norm_row(a.x, width, a.eps, x, x + width, factor);
         pack_row(row, width, shared, shared + 16 * blocks, shared + 32 * blocks, 16);
     } else {
-        share_row(a.acts.codes, a.acts.meta, blocks, shared);
+        share_row(a.acts.codes, a.acts.meta, blocks, shared, threadIdx.x, blockDim.x);
     }
     block_barrier();
     return lane_dot(job.w, o, lane, shared);

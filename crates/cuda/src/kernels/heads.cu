@@ -30,10 +30,33 @@ D u8* head_of_page(u8* pages, u64 page_bytes, u32 page, u32 head, u32 dim, u32 k
 // Cosines and sines of a row: both [half].
 struct Angles { const float* cos; const float* sin; };
 
-// A head into shared memory, normed and turned; by a warp.
+D void turn(float* x, u32 i, u32 half, u32 adjacent, float c, float s) {
+    u32 first = adjacent ? 2 * i : i, second = adjacent ? 2 * i + 1 : i + half;
+    float p = x[first], q = x[second];
+    x[first] = fma_(p, c, -(q * s));
+    x[second] = fma_(q, c, p * s);
+}
+
+// A head into shared memory, normed and turned; by a warp. All that heads of up to 256 numbers need is under way at once.
 D void ready_head(const HeadPart& part, const float* src, Angles angles, u32 dim, u32 half, u32 adjacent, float* x) {
     u32 lane = threadIdx.x & 31;
-    for (u32 i = lane; i < dim; i += 32) x[i] = src[i];
+    float v[8], w[8], c[4], s[4];
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        u32 i = 32 * k + lane;
+        if (32 * k < dim) {
+            v[k] = fresh_4(src + (i < dim ? i : dim - 1));
+            w[k] = part.norm && part.weight ? part.weight[i < dim ? i : dim - 1] : 1.0f;
+        }
+        if (k < 4 && part.rope && 32 * k < half) {
+            c[k] = fresh_4(angles.cos + (i < half ? i : half - 1));
+            s[k] = fresh_4(angles.sin + (i < half ? i : half - 1));
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (32 * k + lane < dim) x[32 * k + lane] = v[k];
+    for (u32 i = 256 + lane; i < dim; i += 32) x[i] = src[i];
     warp_barrier();
     if (part.norm) {
         float acc = 0.0f;
@@ -41,20 +64,22 @@ D void ready_head(const HeadPart& part, const float* src, Angles angles, u32 dim
         acc = join_16(acc);
         warp_barrier();
         float scale = 1.0f / sqrtf(acc / (float)dim + part.eps);
-        for (u32 i = lane; i < dim; i += 32) {
-            float v = x[i] * scale;
-            x[i] = part.weight ? v * part.weight[i] : v;
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if (32 * k + lane < dim) x[32 * k + lane] = v[k] * scale * w[k];
+        for (u32 i = 256 + lane; i < dim; i += 32) {
+            float y = x[i] * scale;
+            x[i] = part.weight ? y * part.weight[i] : y;
         }
         warp_barrier();
     }
     if (part.rope) {
-        for (u32 i = lane; i < half; i += 32) {
-            float c = angles.cos[i], s = angles.sin[i];
-            u32 first = adjacent ? 2 * i : i, second = adjacent ? 2 * i + 1 : i + half;
-            float p = x[first], q = x[second];
-            x[first] = fma_(p, c, -(q * s));
-            x[second] = fma_(q, c, p * s);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 i = 32 * k + lane;
+            if (i < half) turn(x, i, half, adjacent, c[k], s[k]);
         }
+        for (u32 i = 128 + lane; i < half; i += 32) turn(x, i, half, adjacent, angles.cos[i], angles.sin[i]);
         warp_barrier();
     }
 }

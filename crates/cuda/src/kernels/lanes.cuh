@@ -62,12 +62,32 @@ D Terms terms_of(const Matrix& m, const Codes& c, const Scale& s, const uint4& a
 
 // ---- rows in shared memory ----
 
-// Copies a packed row of `blocks` blocks into its three planes. All threads of the block.
-D void share_row(const u8* codes, const u8* meta, u32 blocks, u8* planes) {
-    const uint4* from = (const uint4*)codes;
+// Calls put(i, 16 bytes at from + 16 i) for i = first, first + step, .. below n. N loads are under way at once: a loop of
+// loads and stores waits for memory once per turn.
+template <int N, class F>
+D void fetch(const u8* from, u32 n, u32 first, u32 step, F put) {
+    for (u32 base = 0; base < n; base += N * step) {
+        uint4 v[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            if (base + k * step < n) {
+                u32 i = base + k * step + first;
+                v[k] = fresh_16(from + 16 * (u64)(i < n ? i : n - 1));
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            u32 i = base + k * step + first;
+            if (i < n) put(i, v[k]);
+        }
+    }
+}
+
+// Copies a packed row of `blocks` blocks into its three planes, by `step` threads, of which this one is `first`.
+D void share_row(const u8* codes, const u8* meta, u32 blocks, u8* planes, u32 first, u32 step) {
     uint4* to = (uint4*)planes;
-    for (u32 i = threadIdx.x; i < 2 * blocks; i += blockDim.x) to[(i & 1) * blocks + (i >> 1)] = from[i];
-    for (u32 i = threadIdx.x; i < blocks; i += blockDim.x) to[2 * blocks + i] = ((const uint4*)meta)[i];
+    fetch<4>(codes, 2 * blocks, first, step, [=](u32 i, uint4 v) { to[(i & 1) * blocks + (i >> 1)] = v; });
+    fetch<2>(meta, blocks, first, step, [=](u32 i, uint4 v) { to[2 * blocks + i] = v; });
 }
 
 // The factor of a row's RMS norm, from shared memory; by one warp.
@@ -120,11 +140,10 @@ D float dot_16(const float* w, const float* x, u32 n) {
 
 // Copies n numbers, 4 | n, by all threads of the block; with no source they are ones.
 D void share_floats(const float* from, u32 n, float* to) {
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < n / 4; i += blockDim.x) {
-        float4 v;
-        v.x = v.y = v.z = v.w = 1.0f;
-        ((float4*)to)[i] = from ? ((const float4*)from)[i] : v;
+    if (from) {
+        fetch<8>((const u8*)from, n / 4, threadIdx.x, blockDim.x, [=](u32 i, uint4 v) { ((uint4*)to)[i] = v; });
+    } else {
+        for (u32 i = threadIdx.x; i < n; i += blockDim.x) to[i] = 1.0f;
     }
 }
 
@@ -222,16 +241,20 @@ struct Lane {
     RawScale scales[U];
 };
 
+// Step u of a thread's blocks from `base` on; past the end, the last block once more.
+template <int W, int K, int U>
+D void load_step(const Matrix& m, u32 row, u32 first, int u, Lane<W, K, U>& s) {
+    if (first >= m.blocks) return;
+    u32 b = first + ((threadIdx.x & 31) >> 2);
+    b = b < m.blocks ? b : m.blocks - 1;
+    s.codes[u] = load_codes<W, true>(m, row, b);
+    s.scales[u] = load_scale<K, true>(m, row, b);
+}
+
 template <int W, int K, int U>
 D void load_lane(const Matrix& m, u32 row, Lane<W, K, U>& s) {
-    u32 l = (threadIdx.x & 31) >> 2;
 #pragma unroll
-    for (int u = 0; u < U; u++) {
-        if (8 * u + l < m.blocks) {
-            s.codes[u] = load_codes<W>(m, row, 8 * u + l);
-            s.scales[u] = load_scale<K>(m, row, 8 * u + l);
-        }
-    }
+    for (int u = 0; u < U; u++) load_step(m, row, 8 * u, u, s);
 }
 
 // The product of `row` and the row in `planes`; its first steps are in `s`. All threads of a row's lanes get it.
@@ -244,22 +267,17 @@ D float lane_dot(const Matrix& m, u32 row, Lane<W, K, U>& s, const u8* planes) {
     for (u32 base = 0; base < n; base += 8 * U) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            u32 b = base + 8 * u + l;
             if (base + 8 * u >= n) break;
-            if (b < n) {
-                Codes c = decode_codes<W>(m, s.codes[u]);
-                Scale scale = decode_scale<K>(m, s.scales[u]);
-                if (b + 8 * U < n) {
-                    s.codes[u] = load_codes<W>(m, row, b + 8 * U);
-                    s.scales[u] = load_scale<K>(m, row, b + 8 * U);
-                }
-                uint4 a0 = acts[b], a1 = acts[n + b], z = acts[2 * n + b];
-                Terms t = terms_of<K>(m, c, scale, a0, a1, z);
+            u32 b = base + 8 * u + l, at = b < n ? b : n - 1;
+            Codes c = decode_codes<W>(m, s.codes[u]);
+            Scale scale = decode_scale<K>(m, s.scales[u]);
+            load_step(m, row, base + 8 * (u + U), u, s);
+            Terms t = terms_of<K>(m, c, scale, acts[at], acts[n + at], acts[2 * n + at]);
 #pragma unroll
-                for (int q = 0; q < n_terms<K>(); q++) {
-                    if (q >= terms) break;
-                    acc = fma_(t.x[q], t.y[q], acc);
-                }
+            for (int q = 0; q < n_terms<K>(); q++) {
+                if (q >= terms) break;
+                float sum = fma_(t.x[q], t.y[q], acc);
+                acc = b < n ? sum : acc;
             }
         }
     }
