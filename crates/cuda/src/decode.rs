@@ -112,7 +112,7 @@ impl Run<'_> {
             blocks += job.w.rows.div_ceil(threads as u32 / 8);
         }
         let most = jobs.iter().map(|j| j.w.blocks as usize).max().unwrap_or(0);
-        let shared = if args.x == 0 { 48 * most } else { 304 * most };
+        let shared = 128 + if args.x == 0 { 48 * most } else { 304 * most };
         self.launch(Kernel::Gemv1, [blocks as usize, 1, 1], threads, shared, args)
     }
 

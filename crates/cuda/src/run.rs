@@ -702,7 +702,7 @@ impl Run<'_> {
                 let passes = if inner <= 1024 { 2 } else { 1 };
                 let groups = 8 / moe.top_k;
                 let outs = 4 * passes * groups;
-                let shared = 48 * (inner / 32) * (8 / groups);
+                let shared = 48 * (inner / 32) * (8 / groups) + 128;
                 let args = ExpertDownArgs {
                     down: down.args,
                     acts: self.acts(&hidden),
@@ -787,5 +787,5 @@ fn kind_of(a: forebay_models::Activation) -> Result<(u32, f32, f32), CudaError> 
 
 /// Shared memory of the experts' first product: a row's planes, logits and ranks.
 pub(crate) fn up_shared(blocks: usize, experts: usize) -> usize {
-    48 * blocks + 8 * experts.next_multiple_of(4)
+    48 * blocks + 128 + 8 * experts.next_multiple_of(4)
 }

@@ -205,7 +205,7 @@ impl Case {
                             ..Default::default()
                         };
                         if rows == 1 {
-                            let shared = 48 * self.cols / 32;
+                            let shared = 48 * self.cols / 32 + 128;
                             let grid = [self.rows.div_ceil(16), 1, 1];
                             launch(d, Kernel::Gemv1, grid, 128, shared, args)?;
                         } else {

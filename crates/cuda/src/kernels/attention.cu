@@ -292,7 +292,7 @@ struct AttendRowArgs {
 
 // The same for one row, whose heads are normed and turned here, by every block for itself; the block that the row's
 // position is in stores its key and value. What earlier steps stored is read before the kernel in front has ended.
-KERNEL(attend_row, AttendRowArgs, 256, 2) {
+KERNEL(attend_row, AttendRowArgs, 256, 3) {
     DYNAMIC_SHARED(shared);
     Place at;
     if (!find_place(a.a, at)) return;

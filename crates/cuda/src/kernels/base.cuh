@@ -75,43 +75,33 @@ D uint2 load_8(const u8* p) { return __ldg((const uint2*)p); }
 D u32 load_4(const u8* p) { return __ldg((const u32*)p); }
 D u16 load_2(const u8* p) { return __ldg((const u16*)p); }
 D u8 load_1(const u8* p) { return __ldg(p); }
-// The same where they stand: the compiler would move them to where their results are used, behind waiting for inputs.
-// They are read once, so they take no room in the first-level cache.
-D uint4 early_16(const u8* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
+// The same where they stand, if `there`: the compiler would move plain ones to where their results are used, behind waiting
+// for inputs. What is read once takes no room in the first-level cache.
+#define EARLY(name, type, text, reg)                                                                       \
+    D void name(const u8* p, bool there, type* v) {                                                        \
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.L1::no_allocate." text " %0, [%1];}" \
+                     : reg(*v) : "l"(p), "r"((u32)there));                                                 \
+    }
+EARLY(early_4, u32, "u32", "=r")
+EARLY(early_2, u16, "u16", "=h")
+EARLY(early_1, u16, "u8", "=h")
+D void early_8(const u8* p, bool there, uint2* v) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];}"
+                 : "=r"(v->x), "=r"(v->y) : "l"(p), "r"((u32)there));
+}
+D void early_16(const u8* p, bool there, uint4* v) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w) : "l"(p), "r"((u32)there));
 }
 // What an earlier kernel wrote, where it stands.
-D uint4 fresh_16(const u8* p) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
+D void fresh_16(const u8* p, bool there, uint4* v) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w) : "l"(p), "r"((u32)there) : "memory");
 }
 D float fresh_4(const float* p) {
     float v;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
     return v;
-}
-D uint2 early_8(const u8* p) {
-    uint2 v;
-    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-D u32 early_4(const u8* p) {
-    u32 v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-D u16 early_2(const u8* p) {
-    u16 v;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
-    return v;
-}
-D u8 early_1(const u8* p) {
-    u32 v;
-    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
-    return (u8)v;
 }
 #endif
 

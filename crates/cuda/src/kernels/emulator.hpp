@@ -181,13 +181,13 @@ D uint2 load_8(const u8* p) { return load_as<uint2>(p); }
 D u32 load_4(const u8* p) { return load_as<u32>(p); }
 D u16 load_2(const u8* p) { return load_as<u16>(p); }
 D u8 load_1(const u8* p) { return *p; }
-D uint4 early_16(const u8* p) { return load_16(p); }
-D uint4 fresh_16(const u8* p) { return load_16(p); }
+D void early_16(const u8* p, bool there, uint4* v) { if (there) *v = load_16(p); }
+D void fresh_16(const u8* p, bool there, uint4* v) { if (there) *v = load_16(p); }
 D float fresh_4(const float* p) { return *p; }
-D uint2 early_8(const u8* p) { return load_8(p); }
-D u32 early_4(const u8* p) { return load_4(p); }
-D u16 early_2(const u8* p) { return load_2(p); }
-D u8 early_1(const u8* p) { return load_1(p); }
+D void early_8(const u8* p, bool there, uint2* v) { if (there) *v = load_8(p); }
+D void early_4(const u8* p, bool there, u32* v) { if (there) *v = load_4(p); }
+D void early_2(const u8* p, bool there, u16* v) { if (there) *v = load_2(p); }
+D void early_1(const u8* p, bool there, u16* v) { if (there) *v = load_1(p); }
 // The tensor cores' fragments: thread 4 g + t holds rows g, g + 8 of a and columns g of b, dwords t and t + 4.
 D void mma_parts(int c[4], const u32* a_first, const u32* a_last, u32 b0, u32 b1, bool wide) {
     u32 lane = emulated::current & 31, g = lane / 4, t = lane % 4;

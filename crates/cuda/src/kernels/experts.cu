@@ -79,7 +79,7 @@ D void prefetch_down(const ExpertUpArgs& a, u32 expert) {
 // Hidden values of a block's 32 inner rows: four rows per warp, the weights of both products under way at once.
 template <int W, int K>
 D void expert_rows(const ExpertUpArgs& a, u32 expert, const u8* planes, float* hidden) {
-    constexpr int U = depth_of<W>() / 2;
+    constexpr int U = half_depth_of<W>();
     u32 k = threadIdx.x / 32 * 4 + (threadIdx.x & 3), i = blockIdx.x * 32 + k, most = a.inter - 1;
     u32 row = expert * a.inter + (i < most ? i : most), pair = blockIdx.y;
     Lane<W, K, U> gates, ups;
@@ -150,12 +150,12 @@ D void store_choice(const ExpertUpArgs& a, const float* logits, const u32* chose
 }
 
 // Block (32 inner rows, pair): hidden = act(gate x) * (up x), packed at once.
-KERNEL(expert_up, ExpertUpArgs, 256, 2) {
+KERNEL(expert_up, ExpertUpArgs, 256, 4) {
     DYNAMIC_SHARED(shared);
     __shared__ float hidden[32];
     __shared__ u32 chosen[64];
-    u8* planes = shared;                                    // of the row
-    float* logits = (float*)(shared + 48 * a.gate.blocks);  // [E], then ranks [E]
+    float* logits = (float*)shared;                                      // [E], then ranks [E]
+    u8* planes = (u8*)(logits + 2 * ((a.experts + 3) / 4 * 4));          // of the row
     u32 pair = blockIdx.y, variant = a.variant_gate == a.variant_up ? a.variant_gate : V_ANY, expert;
     let_next_start();
     wait_for_inputs();
@@ -191,7 +191,7 @@ struct ExpertDownArgs {
 template <int W, int K>
 D void down_dots(const ExpertDownArgs& a, u32 expert, u32 o, const u8* codes, const u8* meta, u8* planes, u32 groups,
                  float* out) {
-    constexpr int U = depth_of<W>() / 2;
+    constexpr int U = half_depth_of<W>();
     u32 r = threadIdx.x & 3, last = a.d - 1, most = expert * a.d + last;
     u32 row = expert * a.d + o + r, next = row + 4;
     row = row < most ? row : most;
@@ -211,7 +211,7 @@ D void down_dots(const ExpertDownArgs& a, u32 expert, u32 o, const u8* codes, co
 }
 
 // Block (4 * passes * (8 / top_k) outputs, row): the chosen experts' outputs, summed in rank order. top_k <= 8.
-KERNEL(expert_down, ExpertDownArgs, 256, 2) {
+KERNEL(expert_down, ExpertDownArgs, 256, 4) {
     DYNAMIC_SHARED(shared);
     __shared__ float part[64];
     u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, each = 4 * a.passes, outs = each * groups;

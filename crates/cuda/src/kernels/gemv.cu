@@ -113,7 +113,7 @@ D float one_row(const GemvArgs& a, const GemvJob& job, u32 o, u8* shared, float*
 }
 
 // Blocks of 64, 128 or 256 threads, 8 of them per output.
-KERNEL(gemv_1, GemvArgs, 256, 2) {
+KERNEL(gemv_1, GemvArgs, 256, 4) {
     DYNAMIC_SHARED(shared);  // planes of the row; with a norm also the row and its weights
     __shared__ float factor;
     const GemvJob& job = a.jobs[job_of_block(a)];

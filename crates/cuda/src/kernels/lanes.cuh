@@ -66,20 +66,14 @@ D Terms terms_of(const Matrix& m, const Codes& c, const Scale& s, const uint4& a
 // loads and stores waits for memory once per turn.
 template <int N, class F>
 D void fetch(const u8* from, u32 n, u32 first, u32 step, F put) {
-    for (u32 base = 0; base < n; base += N * step) {
+#pragma unroll 1
+    for (u32 i = first; i < n; i += N * step) {
         uint4 v[N];
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            if (base + k * step < n) {
-                u32 i = base + k * step + first;
-                v[k] = fresh_16(from + 16 * (u64)(i < n ? i : n - 1));
-            }
-        }
+        for (int k = 0; k < N; k++) fresh_16(from + 16 * (u64)(i + k * step), i + k * step < n, &v[k]);
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            u32 i = base + k * step + first;
-            if (i < n) put(i, v[k]);
-        }
+        for (int k = 0; k < N; k++)
+            if (i + k * step < n) put(i + k * step, v[k]);
     }
 }
 
@@ -141,7 +135,7 @@ D float dot_16(const float* w, const float* x, u32 n) {
 // Copies n numbers, 4 | n, by all threads of the block; with no source they are ones.
 D void share_floats(const float* from, u32 n, float* to) {
     if (from) {
-        fetch<8>((const u8*)from, n / 4, threadIdx.x, blockDim.x, [=](u32 i, uint4 v) { ((uint4*)to)[i] = v; });
+        fetch<6>((const u8*)from, n / 4, threadIdx.x, blockDim.x, [=](u32 i, uint4 v) { ((uint4*)to)[i] = v; });
     } else {
         for (u32 i = threadIdx.x; i < n; i += blockDim.x) to[i] = 1.0f;
     }
@@ -241,43 +235,98 @@ struct Lane {
     RawScale scales[U];
 };
 
-// Step u of a thread's blocks from `base` on; past the end, the last block once more.
+// The codes of block `at` of the matrix.
+template <int W>
+D void lane_codes(const Matrix& m, u64 at, bool there, RawCodes& r) {
+    u32 width = W >= 0 ? (u32)W : m.width;
+    if (width == W_8) {
+        early_16(m.codes + 32 * at, there, &r.x);
+        early_16(m.codes + 32 * at + 16, there, &r.y);
+        return;
+    }
+    early_16(m.codes + 16 * at, there, &r.x);
+    if (width == W_6) {
+        uint2 h;
+        early_8(m.high + 8 * at, there, &h);
+        r.y.x = h.x;
+        r.y.y = h.y;
+    }
+}
+
+// The stored scales of block `b` of row `row`, which is block `at` of the matrix and of group `group`.
+template <int K>
+D void lane_scale(const Matrix& m, u32 row, u32 b, u64 at, u64 group, bool there, RawScale& r) {
+    u32 kind = K >= 0 ? (u32)K : m.kind;
+    u16 x = 0, y = 0;
+    switch (kind) {
+        case K_E8M0: early_1(m.scales + at, there, &x); r.x = x; return;
+        case K_F16: early_2(m.scales + 2 * at, there, &x); r.x = x; return;
+        case K_SUPER:
+            early_1(m.scales + at, there, &x);
+            early_2(m.supers + 2 * group, there, &y);
+            break;
+        case K_SUPER_HALVES:
+            early_2(m.scales + 2 * at, there, &x);
+            early_2(m.supers + 2 * group, there, &y);
+            break;
+        case K_SUPER_BIAS:
+            early_2(m.scales + 2 * at, there, &x);
+            early_4(m.supers + 4 * group, there, &r.y);
+            r.x = x;
+            return;
+        case K_SUPER_BIAS_HALVES:
+            early_4(m.scales + 4 * at, there, &r.x);
+            early_4(m.supers + 4 * group, there, &r.y);
+            return;
+        default:
+            if (there) r = load_scale<K>(m, row, b);
+            return;
+    }
+    r.x = x;
+    r.y = y;
+}
+
+// Steps from block `base` on, a multiple of eight, into `s` from its step `from` on.
 template <int W, int K, int U>
-D void load_step(const Matrix& m, u32 row, u32 first, int u, Lane<W, K, U>& s) {
-    if (first >= m.blocks) return;
-    u32 b = first + ((threadIdx.x & 31) >> 2);
-    b = b < m.blocks ? b : m.blocks - 1;
-    s.codes[u] = load_codes<W, true>(m, row, b);
-    s.scales[u] = load_scale<K, true>(m, row, b);
+D void load_step(const Matrix& m, u32 row, u32 base, int u, Lane<W, K, U>& s) {
+    u32 l = (threadIdx.x & 31) >> 2;
+    // Sums of 64 bits, so that steps differ by a constant in the address.
+    u64 at = (u64)row * m.blocks + l + base, group = (u64)row * ((m.blocks + 7) >> 3) + base / 8;
+    bool there = base + 8 * u + l < m.blocks;
+    lane_codes<W>(m, at + 8 * u, there, s.codes[u]);
+    lane_scale<K>(m, row, base + 8 * u + l, at + 8 * u, group + u, there, s.scales[u]);
 }
 
 template <int W, int K, int U>
 D void load_lane(const Matrix& m, u32 row, Lane<W, K, U>& s) {
 #pragma unroll
-    for (int u = 0; u < U; u++) load_step(m, row, 8 * u, u, s);
+    for (int u = 0; u < U; u++) load_step(m, row, 0, u, s);
 }
 
-// The product of `row` and the row in `planes`; its first steps are in `s`. All threads of a row's lanes get it.
+// The product of `row` and the row in `planes`, behind which 128 bytes may be read; its first steps are in `s`. All
+// threads of a row's lanes get it. Code is short on purpose: a kernel that runs for a few microseconds waits for its
+// instructions too.
 template <int W, int K, int U>
 D float lane_dot(const Matrix& m, u32 row, Lane<W, K, U>& s, const u8* planes) {
     u32 kind = K >= 0 ? (u32)K : m.kind, n = m.blocks, l = (threadIdx.x & 31) >> 2;
     int terms = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
-    const uint4* acts = (const uint4*)planes;
+    const uint4* acts = (const uint4*)planes + l;
     float acc = 0.0f;
+#pragma unroll 1
     for (u32 base = 0; base < n; base += 8 * U) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            if (base + 8 * u >= n) break;
-            u32 b = base + 8 * u + l, at = b < n ? b : n - 1;
             Codes c = decode_codes<W>(m, s.codes[u]);
             Scale scale = decode_scale<K>(m, s.scales[u]);
-            load_step(m, row, base + 8 * (u + U), u, s);
+            load_step(m, row, base + 8 * U, u, s);
+            bool there = base + 8 * u + l < n;
+            u32 at = base + 8 * u < n ? base + 8 * u : 0;
             Terms t = terms_of<K>(m, c, scale, acts[at], acts[n + at], acts[2 * n + at]);
 #pragma unroll
             for (int q = 0; q < n_terms<K>(); q++) {
                 if (q >= terms) break;
                 float sum = fma_(t.x[q], t.y[q], acc);
-                acc = b < n ? sum : acc;
+                acc = there ? sum : acc;
             }
         }
     }
@@ -287,6 +336,9 @@ D float lane_dot(const Matrix& m, u32 row, Lane<W, K, U>& s, const u8* planes) {
     return acc + shuffle_xor(acc, 4);
 }
 
-// Steps under way at once: 128 bytes of codes per thread.
+// Steps under way at once: with 1024 threads of a multiprocessor some 64 kilobytes.
 template <int W>
-D constexpr int depth_of() { return W == W_8 ? 4 : W == W_6 ? 5 : W < 0 ? 2 : 8; }
+D constexpr int depth_of() { return W == W_8 || W == W_6 ? 2 : W < 0 ? 1 : 4; }
+// The same where a thread has two rows.
+template <int W>
+D constexpr int half_depth_of() { return depth_of<W>() < 2 ? 1 : depth_of<W>() / 2; }

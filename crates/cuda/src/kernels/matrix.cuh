@@ -35,8 +35,8 @@ D float e8m0_half(u32 s) {
 
 struct RawScale { u32 x, y; };
 
-// The stored scales of block `b` of row `row`. With `KIND` known, only its branch is compiled. EARLY: where it stands.
-template <int KIND, bool EARLY = false>
+// The stored scales of block `b` of row `row`. With `KIND` known, only its branch is compiled.
+template <int KIND>
 D RawScale load_scale(const Matrix& m, u32 row, u32 b) {
     u32 kind = KIND >= 0 ? (u32)KIND : m.kind;
     u64 at = (u64)row * m.blocks + b, group = (u64)row * ((m.blocks + 7) >> 3) + (b >> 3);
@@ -44,31 +44,31 @@ D RawScale load_scale(const Matrix& m, u32 row, u32 b) {
     RawScale r;
     r.x = r.y = 0;
     switch (kind) {
-        case K_E8M0: r.x = EARLY ? early_1(m.scales + at) : load_1(m.scales + at); break;
-        case K_F16: r.x = EARLY ? early_2(m.scales + 2 * at) : load_2(m.scales + 2 * at); break;
+        case K_E8M0: r.x = load_1(m.scales + at); break;
+        case K_F16: r.x = load_2(m.scales + 2 * at); break;
         case K_F16_BIAS:
-        case K_BF16_BIAS: r.x = EARLY ? early_4(m.scales + 4 * shared) : load_4(m.scales + 4 * shared); break;
+        case K_BF16_BIAS: r.x = load_4(m.scales + 4 * shared); break;
         case K_F32_BIAS: {
-            uint2 v = EARLY ? early_8(m.scales + 8 * shared) : load_8(m.scales + 8 * shared);
+            uint2 v = load_8(m.scales + 8 * shared);
             r.x = v.x;
             r.y = v.y;
             break;
         }
         case K_SUPER:
-            r.x = EARLY ? early_1(m.scales + at) : load_1(m.scales + at);
-            r.y = EARLY ? early_2(m.supers + 2 * group) : load_2(m.supers + 2 * group);
+            r.x = load_1(m.scales + at);
+            r.y = load_2(m.supers + 2 * group);
             break;
         case K_SUPER_HALVES:
-            r.x = EARLY ? early_2(m.scales + 2 * at) : load_2(m.scales + 2 * at);
-            r.y = EARLY ? early_2(m.supers + 2 * group) : load_2(m.supers + 2 * group);
+            r.x = load_2(m.scales + 2 * at);
+            r.y = load_2(m.supers + 2 * group);
             break;
         case K_SUPER_BIAS:
-            r.x = EARLY ? early_2(m.scales + 2 * at) : load_2(m.scales + 2 * at);
-            r.y = EARLY ? early_4(m.supers + 4 * group) : load_4(m.supers + 4 * group);
+            r.x = load_2(m.scales + 2 * at);
+            r.y = load_4(m.supers + 4 * group);
             break;
         case K_SUPER_BIAS_HALVES:
-            r.x = EARLY ? early_4(m.scales + 4 * at) : load_4(m.scales + 4 * at);
-            r.y = EARLY ? early_4(m.supers + 4 * group) : load_4(m.supers + 4 * group);
+            r.x = load_4(m.scales + 4 * at);
+            r.y = load_4(m.supers + 4 * group);
             break;
     }
     return r;
@@ -153,20 +153,20 @@ D void words_of(const Matrix& m, u32 nibbles, u32 extra, u32 high0, u32 high1, u
 
 struct RawCodes { uint4 x, y; };
 
-template <int WIDTH, bool EARLY = false>
+template <int WIDTH>
 D RawCodes load_codes(const Matrix& m, u32 row, u32 b) {
     u32 width = WIDTH >= 0 ? (u32)WIDTH : m.width;
     u64 at = (u64)row * m.blocks + b;
     RawCodes r;
     r.y.x = r.y.y = r.y.z = r.y.w = 0;
     if (width == W_8) {
-        r.x = EARLY ? early_16(m.codes + 32 * at) : load_16(m.codes + 32 * at);
-        r.y = EARLY ? early_16(m.codes + 32 * at + 16) : load_16(m.codes + 32 * at + 16);
+        r.x = load_16(m.codes + 32 * at);
+        r.y = load_16(m.codes + 32 * at + 16);
         return r;
     }
-    r.x = EARLY ? early_16(m.codes + 16 * at) : load_16(m.codes + 16 * at);
+    r.x = load_16(m.codes + 16 * at);
     if (width == W_6) {
-        uint2 h = EARLY ? early_8(m.high + 8 * at) : load_8(m.high + 8 * at);
+        uint2 h = load_8(m.high + 8 * at);
         r.y.x = h.x;
         r.y.y = h.y;
     }
