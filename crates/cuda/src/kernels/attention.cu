@@ -231,6 +231,7 @@ D void blocks_body(const AttendArgs& a, const Place& at, const Waiting& w) {
             p[j + 1] = f * scales[32 + j + 1];
         }
     }
+    let_next_start();
     block_barrier();
     float* parts = a.parts + (first * a.max_blocks + blockIdx.x) * dim;
     u64 head_parts = (u64)a.max_blocks * dim;
@@ -270,7 +271,6 @@ D void blocks_of_type(const AttendArgs& a, const Place& at, const Waiting& w) {
 // memory; 16 | dim.
 KERNEL(attend_blocks, AttendArgs, 256, 2) {
     DYNAMIC_SHARED(shared);
-    let_next_start();
     wait_for_inputs();
     Place at;
     if (!find_place(a, at)) return;
@@ -298,7 +298,6 @@ KERNEL(attend_row, AttendRowArgs, 256, 3) {
     if (!find_place(a.a, at)) return;
     Waiting w = waiting(a.a, shared);
     u32 group = a.a.n_heads / a.a.n_kv_heads, dim = a.a.dim, warp = threadIdx.x / 32;
-    let_next_start();
     share_page(at.page, w.kv, kv_bytes(a.a));
     wait_for_inputs();
     // The page in shared memory is complete before the row's own key and value go into it.
@@ -329,7 +328,6 @@ KERNEL(attend_merge, AttendArgs, 512, 1) {
     float* ls = new_ + room;
     float* ms = ls + room;           // maxima, then running maxima
     u32 row = blockIdx.y, head = blockIdx.x, d = threadIdx.x, position = a.positions[row];
-    let_next_start();
     wait_for_inputs();
     u32 n = position / 32 - first_visible(position, a.window) / 32 + 1;
     u64 at = ((u64)row * a.n_heads + head) * a.max_blocks;
@@ -387,6 +385,7 @@ KERNEL(attend_merge, AttendArgs, 512, 1) {
             acc = b + i < n ? y : acc;
         }
     }
+    let_next_start();
     float last_m = ms[n - 1];
     if (a.sinks) {
         float sink = a.sinks[head], max = sink > last_m ? sink : last_m;

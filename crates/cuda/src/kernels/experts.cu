@@ -25,11 +25,11 @@ KERNEL(router, RouterArgs, 256, 3) {
     float* scale = w + a.width;      // [width]
     u32 o = blockIdx.x;
     bool product = o < a.features;
-    let_next_start();
     share_floats(a.weight, a.width, scale);
     if (product) share_floats((const float*)a.w.codes + (u64)o * a.width, a.width, w);
     wait_for_inputs();
     NormedRow row = norm_row(a.x, a.width, a.eps, x, scale, &factor);
+    let_next_start();
     if (!product) {
         if (a.dst)
             for (u32 i = threadIdx.x; i < a.width / 4; i += blockDim.x) ((float4*)a.dst)[i] = normed(row, i);
@@ -157,7 +157,6 @@ KERNEL(expert_up, ExpertUpArgs, 256, 4) {
     float* logits = (float*)shared;                                      // [E], then ranks [E]
     u8* planes = (u8*)(logits + 2 * ((a.experts + 3) / 4 * 4));          // of the row
     u32 pair = blockIdx.y, variant = a.variant_gate == a.variant_up ? a.variant_gate : V_ANY, expert;
-    let_next_start();
     wait_for_inputs();
     u32 row = pair / a.top_k;
     share_row(a.acts.codes + row * a.acts.row_codes, a.acts.meta + row * a.acts.row_meta, a.gate.blocks, planes,
@@ -170,6 +169,7 @@ KERNEL(expert_up, ExpertUpArgs, 256, 4) {
         block_barrier();
     }
     FOR_VARIANT(variant, (expert_rows<W, K>(a, expert, planes, hidden)))
+    let_next_start();
     block_barrier();
     if (a.codes && threadIdx.x < 32)
         pack_block(hidden[threadIdx.x], a.codes + pair * a.row_codes + 32 * blockIdx.x,
@@ -216,7 +216,6 @@ KERNEL(expert_down, ExpertDownArgs, 256, 4) {
     __shared__ float part[64];
     u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, each = 4 * a.passes, outs = each * groups;
     u32 rank = warp / groups, row = blockIdx.y, within = each * (warp % groups), o = blockIdx.x * outs + within;
-    let_next_start();
     wait_for_inputs();
     // Warps beyond the last rank repeat its work into a place of their own.
     u32 safe = rank < a.top_k ? rank : a.top_k - 1, pair = row * a.top_k + safe;
@@ -225,6 +224,7 @@ KERNEL(expert_down, ExpertDownArgs, 256, 4) {
     u8* planes = shared + 48 * a.down.blocks * rank;
     float* out = part + outs * rank + within;
     FOR_VARIANT(a.variant, (down_dots<W, K>(a, a.ids[pair], o, codes, meta, planes, groups, out)))
+    let_next_start();
     block_barrier();
     u32 mine = blockIdx.x * outs + threadIdx.x;
     if (threadIdx.x >= outs || mine >= a.d) return;

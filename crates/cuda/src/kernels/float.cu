@@ -73,7 +73,6 @@ KERNEL(float_row, FloatJob, 256, 4) {
     u32 o = blockIdx.x, row = blockIdx.y;
     const float4* from = (const float4*)(a.w.codes + 4 * (u64)o * a.w.cols);
     for (u32 i = threadIdx.x; i < a.w.cols / 4; i += 256) ((float4*)w)[i] = from[i];
-    let_next_start();
     wait_for_inputs();
     const float4* in = (const float4*)(a.x + (u64)row * a.x_stride);
     for (u32 i = threadIdx.x; i < a.w.cols / 4; i += 256) ((float4*)x)[i] = in[i];

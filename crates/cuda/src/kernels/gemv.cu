@@ -99,7 +99,6 @@ D float one_row(const GemvArgs& a, const GemvJob& job, u32 o, u8* shared, float*
     float* x = (float*)(shared + 48 * blocks);
     // Weights are nobody's output: they may be read before the kernel in front has ended.
     load_lane(job.w, o, lane);
-    let_next_start();
     if (a.x) share_floats(a.weight, width, x + width);
     wait_for_inputs();
     if (a.x) {
@@ -109,7 +108,9 @@ D float one_row(const GemvArgs& a, const GemvJob& job, u32 o, u8* shared, float*
         share_row(a.acts.codes, a.acts.meta, blocks, shared, threadIdx.x, blockDim.x);
     }
     block_barrier();
-    return lane_dot(job.w, o, lane, shared);
+    float y = lane_dot(job.w, o, lane, shared);
+    let_next_start();
+    return y;
 }
 
 // Blocks of 64, 128 or 256 threads, 8 of them per output.
@@ -131,7 +132,6 @@ template <int W, int K, int NR>
 D void gemv_job(const GemvArgs& a, const GemvJob& job, u32 row, u32 first, float y[NR]) {
     Batch<W, K> batch;
     load_batch<W, K>(job.w, row, threadIdx.x & 31, batch);
-    let_next_start();
     wait_for_inputs();
     u32 rows = a.rows - first < NR ? a.rows - first : NR;
     dot_rows<W, K, NR>(job.w, row, batch, a.acts, first, rows, y);

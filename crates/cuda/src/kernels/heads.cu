@@ -110,7 +110,6 @@ KERNEL(heads, HeadsArgs, 128, 1) {
     DYNAMIC_SHARED(shared);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     float* x = (float*)shared + warp * a.dim;
-    let_next_start();
     wait_for_inputs();
     u32 per_row = a.parts[0].heads + a.parts[1].heads + a.parts[2].heads;
     u32 index = blockIdx.x * 4 + warp;

@@ -13,7 +13,6 @@ struct RouteArgs {
 // A warp per row, up to 1024 experts: 32 per thread.
 KERNEL(route, RouteArgs, 32, 1) {
     __shared__ float chosen[64];
-    let_next_start();
     wait_for_inputs();
     u32 row = blockIdx.x, lane = threadIdx.x;
     const float* logits = a.logits + (u64)row * a.experts;

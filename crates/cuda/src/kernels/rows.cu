@@ -28,7 +28,6 @@ KERNEL(norm_pack, NormArgs, 1024, 1) {
         u32 i = threadIdx.x + k * n;
         weights[k] = a.norm && a.weight && i < a.width ? a.weight[i] : 1.0f;
     }
-    let_next_start();
     wait_for_inputs();
     u64 row = blockIdx.x;
     const float* src = a.src + row * a.width;
