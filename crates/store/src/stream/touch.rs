@@ -3,7 +3,7 @@
 //! The first touch of a page makes the system find and clear it. On a virtual machine whose host gives
 //! memory out late that was measured at 0.3 GB/s, less than the disk: a first prompt waited for cleared
 //! pages, in the one thread that submits reads. So slots that will be filled next are touched by threads
-//! of their own, in parallel, while the trunk is loaded and between reads.
+//! of their own, in parallel, from the moment that the pool is made.
 //!
 //! A region travels to a thread and back by value, so nobody else can reach it meanwhile. The store
 //! takes it back when a slot is filled: at once if nobody works on it, else once that is over. Only as
