@@ -16,6 +16,7 @@ mod dispatch;
 mod half_float;
 pub mod matmul;
 pub mod ops;
+pub mod peak;
 pub mod pool;
 pub mod probe;
 pub mod rows;

@@ -363,7 +363,18 @@ impl Engine {
     /// All counters since opening.
     pub fn stats(&self) -> Stats {
         let store = self.store.as_ref().map(|s| s.stats()).unwrap_or_default();
-        Stats { store, ..self.stats.clone() }
+        Stats { store, profile: self.backend.profile(), ..self.stats.clone() }
+    }
+
+    /// From here on [`Engine::stats`] says how long each operation takes; refused where the backend cannot tell.
+    pub fn profile(&mut self) -> Result<(), EngineError> {
+        match self.backend.set_profiling(true) {
+            true => Ok(()),
+            false => Err(EngineError::Refused {
+                what: format!("a profile on the backend {}", self.backend.name()),
+                instead: "its operations are not timed one by one; choose --backend cpu".into(),
+            }),
+        }
     }
 
     /// Adds a tap on the choice of experts.

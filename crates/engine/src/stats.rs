@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use forebay_program::Profile;
 use forebay_store::StoreStats;
 
 /// Where the time of forward passes went.
@@ -70,4 +71,6 @@ pub struct Stats {
     pub memory_bytes: u64,
     /// Rows computed.
     pub rows: u64,
+    /// Time per operation; empty unless [`crate::Engine::profile`] was called.
+    pub profile: Profile,
 }

@@ -671,6 +671,9 @@ pub struct BenchArgs {
     /// Decode from this position on, after that many more tokens of prompt.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub depth: usize,
+    /// Time every operation, and say how near each comes to what memory and arithmetic of this machine can do.
+    #[arg(long)]
+    pub profile: bool,
     /// One JSON document on stdout.
     #[arg(long)]
     pub json: bool,

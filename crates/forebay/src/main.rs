@@ -13,6 +13,7 @@ mod hub;
 mod measure;
 mod model;
 mod odd;
+mod profile;
 mod term;
 mod warm;
 

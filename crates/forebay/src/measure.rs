@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use forebay_engine::{Engine, Generated, Phases, Stats};
+use forebay_program::Profile;
 use forebay_program::ledger::human;
 use forebay_store::{StoreStats, memory};
 use serde_json::{Map, Value, json};
@@ -30,6 +31,7 @@ pub struct Delta {
     pub disk_bytes: u64,
     pub busy: Duration,
     pub memory_bytes: u64,
+    pub profile: Profile,
 }
 
 impl Delta {
@@ -43,6 +45,7 @@ impl Delta {
             disk_bytes: b.store.bytes_read.saturating_sub(a.store.bytes_read),
             busy: b.store.read_busy.saturating_sub(a.store.read_busy),
             memory_bytes: b.memory_bytes - a.memory_bytes,
+            profile: b.profile.since(&a.profile),
         }
     }
 }

@@ -456,3 +456,54 @@ fn interruption() {
     assert_eq!(last["generated_tokens"], 3 + more.len());
     assert!(more.len() < 1000, "it went on for {} tokens", more.len());
 }
+
+/// Rows of a profile account for the bytes that are reported per token, and for no more time than there was.
+#[test]
+fn bench_profile_adds_up() {
+    for (name, options) in [
+        (GPT_OSS, ["--residency", "stream", "--slots", "2"]),
+        (QWEN3_MOE, ["--residency", "resident", "--depth", "40"]),
+    ] {
+        let (prompt, steps, repeat) = (24, 6, 2);
+        let mut command = forebay();
+        command.args(["bench", "--json", "--profile", "--memory", "1GiB"]).args(options);
+        command.args(["--prompt-tokens", "24", "--gen-tokens", "6", "--repeat", "2"]);
+        let report = json(command.args(["--backend", "cpu"]).arg(model(name)));
+        for part in ["prefill", "decode"] {
+            let rows = report["profile"][part].as_array().unwrap();
+            let sum = |key: &str| rows.iter().map(|r| r[key].as_f64().unwrap()).sum::<f64>();
+            let calls = |start: &str| {
+                let named = rows.iter().filter(|r| r["op"].as_str().unwrap().starts_with(start));
+                named.map(|r| r["calls"].as_u64().unwrap()).sum::<u64>()
+            };
+            assert!(rows.iter().all(|r| r["calls"].as_u64().unwrap() > 0), "{report}");
+            assert!(calls("attention") > 0 && calls("linear") > calls("attention"), "{report}");
+            assert_eq!(calls("experts gate"), calls("experts down"), "{report}");
+            for row in rows {
+                let work =
+                    ["bytes", "integer_macs", "float_macs"].map(|k| row[k].as_u64().unwrap());
+                assert_eq!(row["percent_of_limit"].is_null(), row["limit"].is_null(), "{row}");
+                assert!(work != [0; 3] || row["limit"].is_null(), "{row}");
+            }
+            if part == "decode" {
+                let per_token = report["memory_bytes_per_token"].as_f64().unwrap();
+                assert_eq!(sum("bytes"), per_token * (steps * repeat) as f64, "{report}");
+                assert_eq!(calls("head"), (steps * repeat) as u64);
+            } else {
+                // Every weight meets every token at least once; the head only the last of a prompt.
+                let macs = sum("integer_macs") + sum("float_macs");
+                assert!(macs > sum("bytes") && prompt > 1, "{report}");
+                assert_eq!(calls("head"), repeat as u64);
+            }
+        }
+        let seconds = |part: &str| {
+            let rows = report["profile"][part].as_array().unwrap();
+            rows.iter().map(|r| r["seconds"].as_f64().unwrap()).sum::<f64>()
+        };
+        assert!(seconds("prefill") > 0.0 && seconds("decode") > 0.0, "{report}");
+    }
+    // Without the option nothing is timed and the field is absent.
+    let mut command = forebay();
+    command.args(["bench", "--json", "--prompt-tokens", "4", "--gen-tokens", "2", "--repeat", "1"]);
+    assert!(json(command.arg(model(QWEN3_MOE)))["profile"].is_null());
+}

@@ -6,6 +6,7 @@
 use forebay_quant::MatrixView;
 
 use crate::op::{MoeId, Op};
+use crate::profile::Profile;
 
 /// The pages of one sequence, per KV class: `tables[class][position / BLOCK]` is a page index.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +121,16 @@ pub trait Backend: Send {
 
     /// Weight and KV bytes that the operations have read from memory since the last call.
     fn take_bytes_moved(&mut self) -> u64;
+
+    /// Begins or ends timing each operation. False: this backend cannot.
+    fn set_profiling(&mut self, on: bool) -> bool {
+        !on
+    }
+
+    /// What was timed so far; empty where nothing is.
+    fn profile(&self) -> Profile {
+        Profile::default()
+    }
 
     /// Appends the bytes of a KV page of all layers of a class. False: this backend saves nothing.
     fn save_page(&self, class: usize, page: u32, out: &mut Vec<u8>) -> bool {

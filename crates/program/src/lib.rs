@@ -2,7 +2,7 @@
 //!
 //! Reading order: [`op`] (the operations), [`mod@lower`] (spec to program), [`scratch`] (which buffers may
 //! share memory), [`ledger`] (what a process needs, line by line),
-//! [`backend`] (what runs it).
+//! [`profile`] (where the time goes), [`backend`] (what runs it).
 //!
 //! A program is cut into segments at the router read-backs: after each segment the engine knows which
 //! experts the rows chose, and asks the store for them. What is not here: how an operation is computed
@@ -14,6 +14,7 @@ pub mod backend;
 pub mod ledger;
 pub mod lower;
 pub mod op;
+pub mod profile;
 pub mod scratch;
 
 pub use backend::{
@@ -22,3 +23,4 @@ pub use backend::{
 pub use ledger::{Ledger, LedgerItem};
 pub use lower::{lower, lower_with};
 pub use op::*;
+pub use profile::{Profile, ProfileRow, Work};

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use forebay_program::{
-    BackendError, BufferId, ExpertMatrices, Moe, MoeId, Operand, Program, Routing,
+    BackendError, BufferId, ExpertMatrices, Moe, MoeId, Operand, Program, Routing, Work,
 };
 use forebay_quant::Q8Rows;
 
@@ -168,6 +168,7 @@ impl CpuBackend {
     }
 
     fn expert_tile(&mut self, moe: &Moe, parts: &[(ExpertMatrices<'_>, Range<usize>)]) {
+        let mark = self.profiler.begin(self.bytes_moved);
         let k = moe.top_k as u32;
         let (inner, d) = (moe.intermediate, moe.hidden_size);
         while self.experts.maps.len() < parts.len() {
@@ -221,10 +222,17 @@ impl CpuBackend {
                     bias: bias(m.expert, which),
                 });
             }
-            self.bytes_moved += view_bytes(&m.gate) + view_bytes(&m.up) + view_bytes(&m.down);
+            self.bytes_moved += view_bytes(&m.gate) + view_bytes(&m.up);
         }
         matmul::run_jobs(&self.pool, self.level, &jobs);
         drop(jobs);
+        let macs = (rows * inner * d) as u64;
+        let first = &parts[0].0;
+        self.profiler.end(mark, self.bytes_moved, || {
+            let packed = matches!(moe.input, Operand::Packed(_));
+            (format!("experts gate up ({})", first.gate.format().name()), work(packed, 2 * macs))
+        });
+        let mark = self.profiler.begin(self.bytes_moved);
         let n = rows * inner;
         ops::glu(
             &self.pool,
@@ -238,6 +246,9 @@ impl CpuBackend {
             packed.reshape(rows, inner, order);
             matmul::pack_rows(&self.pool, self.level, hidden, inner, rows, packed);
         }
+        self.profiler
+            .end(mark, self.bytes_moved, || ("experts activation".into(), Work::default()));
+        let mark = self.profiler.begin(self.bytes_moved);
         let out = OutRows::new(out, d);
         let mut jobs = Vec::with_capacity(parts.len());
         for ((m, _), PartMaps { out_of, .. }) in parts.iter().zip(&self.experts.maps) {
@@ -254,7 +265,21 @@ impl CpuBackend {
                 out: unsafe { out.alias() },
                 bias: bias(m.expert, 2),
             });
+            self.bytes_moved += view_bytes(&m.down);
         }
         matmul::run_jobs(&self.pool, self.level, &jobs);
+        drop(jobs);
+        self.profiler.end(mark, self.bytes_moved, || {
+            let packed = moe.hidden_order.is_some();
+            (format!("experts down ({})", first.down.format().name()), work(packed, macs))
+        });
+    }
+}
+
+/// Multiply-adds of a product whose input is packed to 8 bits, or is not.
+fn work(packed: bool, macs: u64) -> Work {
+    match packed {
+        true => Work { integer_macs: macs, ..Work::default() },
+        false => Work { float_macs: macs, ..Work::default() },
     }
 }

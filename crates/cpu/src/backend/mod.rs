@@ -5,6 +5,7 @@
 //! [`Op`] is a few calls of kernels. Not here: kernels, scheduling, disks.
 
 mod experts;
+mod profile;
 mod recurrent;
 mod saved;
 
@@ -13,13 +14,14 @@ use std::ops::Range;
 use forebay_models::{VectorRef, WeightRef};
 use forebay_program::{
     AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, MoeId,
-    Op, Operand, Pass, Program, Routing, Vector, VectorForm,
+    Op, Operand, Pass, Profile, Program, Routing, Vector, VectorForm, Work,
 };
 use forebay_quant::{MatrixView, PlaneView, Q8Rows};
 use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
 use std::sync::Arc;
 
 use experts::{ByExpert, ExpertScratch};
+use profile::Profiler;
 
 use crate::attention::{self, AttnParams, AttnRow, KvLayout, KvPages, KvType};
 use crate::matmul::{self, Input, Job, OutRows};
@@ -79,6 +81,7 @@ pub struct CpuBackend {
     guess: Routing,
     by_expert: ByExpert,
     bytes_moved: u64,
+    profiler: Profiler,
 }
 
 /// KV of one layer.
@@ -170,6 +173,7 @@ impl CpuBackend {
             guess: Routing::default(),
             by_expert: ByExpert::default(),
             bytes_moved: 0,
+            profiler: Profiler::default(),
             program,
         })
     }
@@ -277,7 +281,12 @@ impl Backend for CpuBackend {
     fn run(&mut self, pass: &Pass<'_>, list: &[Op]) -> Result<(), BackendError> {
         let rows = pass.rows();
         for op in list {
+            let mark = self.profiler.begin(self.bytes_moved);
             self.op(pass, op, rows)?;
+            if mark.is_some() {
+                let described = self.describe(pass, op);
+                self.profiler.end(mark, self.bytes_moved, || described);
+            }
         }
         Ok(())
     }
@@ -295,6 +304,7 @@ impl Backend for CpuBackend {
     }
 
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
+        let mark = self.profiler.begin(self.bytes_moved);
         let program = self.program.clone();
         let Head { norm, weight, pack, softcap, .. } = program.head;
         let w = &program.weights[weight.0];
@@ -327,11 +337,28 @@ impl Backend for CpuBackend {
         if let Some(cap) = softcap {
             ops::softcap(&self.pool, self.level, cap, out);
         }
+        self.profiler.end(mark, self.bytes_moved, || {
+            let macs = (rows.len() * w.rows * w.cols) as u64;
+            let work = match pack {
+                Some(_) => Work { integer_macs: macs, ..Work::default() },
+                None => Work { float_macs: macs, ..Work::default() },
+            };
+            (format!("head ({})", w.format.name()), work)
+        });
         Ok(())
     }
 
     fn max_logit_rows(&self) -> usize {
         self.max_rows.min(LOGIT_ROWS)
+    }
+
+    fn set_profiling(&mut self, on: bool) -> bool {
+        self.profiler.set(on);
+        true
+    }
+
+    fn profile(&self) -> Profile {
+        self.profiler.profile()
     }
 
     fn save_page(&self, class: usize, page: u32, out: &mut Vec<u8>) -> bool {

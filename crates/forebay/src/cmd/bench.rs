@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use forebay_cpu::Pool;
+use forebay_cpu::{Level, Pool, peak};
 use forebay_engine::generate::Next;
 use forebay_engine::{Control, Engine, GenerateParams, Sampler, SamplerParams, Stats};
 use forebay_store::Residency;
@@ -12,6 +12,7 @@ use crate::args::{BenchArgs, Options};
 use crate::failure::usage;
 use crate::measure::{Bandwidths, Report, Sample};
 use crate::model::{self, Loaded};
+use crate::profile::{self, Limits};
 use crate::term::{Bar, interruption, note, say};
 
 /// How long the disk is measured.
@@ -22,6 +23,7 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         return Err(usage("--prompt-tokens and --repeat must be at least 1"));
     }
     let memory = memory_bandwidth(&args.model.options);
+    let peaks = if args.profile { peaks(&args.model.options) } else { None };
     let needed = [args.depth, args.prompt_tokens, args.gen_tokens, 1];
     let needed = needed.into_iter().fold(0, usize::saturating_add);
     let mut loaded = model::load(&args.model, |o| {
@@ -32,6 +34,9 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         return Err(usage(format!(
             "--depth, --prompt-tokens and --gen-tokens need a context of {needed} tokens, --context is {context}"
         )));
+    }
+    if args.profile {
+        loaded.engine.profile()?;
     }
     let cancel = interruption();
     let vocab = loaded.engine.spec.vocab_size as u64;
@@ -52,11 +57,21 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         bandwidths: with_disk(&loaded.engine, memory),
         engine: &loaded.engine,
     };
+    let limits = Limits { memory: report.bandwidths.memory, peaks };
     match args.json {
-        true => say!("{}", report.json())?,
+        true => {
+            let mut out = report.json();
+            if args.profile {
+                out["profile"] = profile::json(&samples, limits);
+            }
+            say!("{out}")?;
+        }
         false => {
             note!("{}", loaded.engine.plan.summary());
             report.print();
+            if args.profile {
+                profile::print(&samples, limits);
+            }
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -116,6 +131,12 @@ pub fn memory_bandwidth(options: &Options) -> Option<f64> {
     let bytes = (budget / 8).min(256 << 20);
     (bytes >= 32 << 20)
         .then(|| forebay_cpu::bandwidth::measure(&Pool::new(threads), bytes as usize))
+}
+
+/// What the compute threads' arithmetic can do.
+fn peaks(options: &Options) -> Option<peak::Peaks> {
+    let engine = options.engine().ok()?;
+    peak::measure(&Pool::new(engine.threads()), engine.level.unwrap_or_else(Level::best))
 }
 
 /// Adds the disk's bandwidth at the size and depth at which experts are read, when they are streamed.
