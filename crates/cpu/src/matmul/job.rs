@@ -165,6 +165,8 @@ impl Job<'_> {
 pub(super) struct Tile<'a> {
     pub job: &'a Job<'a>,
     pub features: Range<usize>,
+    /// The weights and the first output feature that this thread most likely works on next.
+    pub next: Option<(&'a MatrixView<'a>, usize)>,
 }
 
 impl Tile<'_> {
@@ -190,50 +192,126 @@ const MAX_TILE: usize = 128;
 /// Tiles a thread should find, so that the last ones even out.
 const TILES_PER_THREAD: usize = 6;
 
-/// Runs all jobs in one parallel region. Threads draw tiles from a common counter.
+/// One thread's tiles. On a cache line of its own (two of 64 bytes, one of 128).
+#[repr(align(128))]
+struct Share {
+    next: AtomicUsize,
+    end: usize,
+}
+
+/// The tiles of a run: those of the first job, then those of the second, ...
+struct Tiles<'a> {
+    jobs: &'a [Job<'a>],
+    target: usize,
+    n: usize,
+}
+
+impl<'a> Tiles<'a> {
+    fn new(jobs: &'a [Job<'a>], threads: usize) -> Tiles<'a> {
+        let mut total = 0usize;
+        for job in jobs {
+            job.check();
+            if !job.rows.is_empty() {
+                total += job.cost() * job.weight.rows();
+            }
+        }
+        let mut tiles = Tiles { jobs, target: total / (threads * TILES_PER_THREAD), n: 0 };
+        tiles.n = jobs.iter().map(|job| tiles.of(job)).sum();
+        tiles
+    }
+
+    /// How many a job has.
+    fn of(&self, job: &Job<'_>) -> usize {
+        match job.rows.is_empty() {
+            true => 0,
+            false => job.weight.rows().div_ceil(job.tile(self.target)),
+        }
+    }
+
+    /// Splits them into runs of about the same cost, one a thread.
+    fn shares(&self, threads: usize) -> Vec<Share> {
+        let cost = |job: &Job<'_>| job.cost() * job.tile(self.target);
+        let total: usize = self.jobs.iter().map(|job| self.of(job) * cost(job)).sum();
+        let mut shares = Vec::with_capacity(threads);
+        let (mut start, mut tile, mut passed) = (0, 0, 0);
+        for job in self.jobs {
+            let (n, cost) = (self.of(job), cost(job));
+            while shares.len() + 1 < threads {
+                let left = (total * (shares.len() + 1) / threads).saturating_sub(passed);
+                if left >= n * cost {
+                    break;
+                }
+                let end = tile + left / cost.max(1);
+                shares.push(Share { next: AtomicUsize::new(start), end });
+                start = end;
+            }
+            tile += n;
+            passed += n * cost;
+        }
+        while shares.len() < threads {
+            let end = if shares.len() + 1 == threads { self.n } else { start };
+            shares.push(Share { next: AtomicUsize::new(start), end });
+            start = end;
+        }
+        shares
+    }
+
+    /// Job and first feature of tile `i`. `seen` is where an earlier tile was found: (job, its first tile).
+    fn locate(&self, i: usize, seen: &mut (usize, usize)) -> (&'a Job<'a>, usize) {
+        if i < seen.1 {
+            *seen = (0, 0);
+        }
+        loop {
+            let n = self.of(&self.jobs[seen.0]);
+            if i - seen.1 < n {
+                let job = &self.jobs[seen.0];
+                return (job, (i - seen.1) * job.tile(self.target));
+            }
+            *seen = (seen.0 + 1, seen.1 + n);
+        }
+    }
+
+    /// A thread's life: its own share from front to back, then tiles of whoever has most left.
+    fn work(&self, level: Level, shares: &[Share], thread: usize) {
+        let (mut owner, mut seen) = (thread, (0, 0));
+        loop {
+            let share = &shares[owner];
+            let i = share.next.fetch_add(1, Ordering::Relaxed);
+            if i >= share.end {
+                let left = |s: &Share| s.end.saturating_sub(s.next.load(Ordering::Relaxed));
+                match (0..shares.len()).max_by_key(|&s| left(&shares[s])) {
+                    Some(most) if left(&shares[most]) > 0 => owner = most,
+                    _ => return,
+                }
+                continue;
+            }
+            let (job, start) = self.locate(i, &mut seen);
+            let features = start..(start + job.tile(self.target)).min(job.weight.rows());
+            let next = (i + 1 < share.end).then(|| {
+                let (job, start) = self.locate(i + 1, &mut seen);
+                (&job.weight, start)
+            });
+            run_tile(level, &Tile { job, features, next });
+        }
+    }
+}
+
+/// Runs all jobs in one parallel region. Each thread begins with a run of tiles of its own, which lie one
+/// behind the other in memory; who is done takes from the others.
 ///
 /// # Panics
 /// If a job's rows, strides or bias do not fit its memory, its activations do not fit its weights, or the machine
 /// lacks the level.
 pub fn run_jobs(pool: &Pool, level: Level, jobs: &[Job<'_>]) {
     super::require(level);
-    let mut total = 0usize;
-    for job in jobs {
-        job.check();
-        if !job.rows.is_empty() {
-            total += job.cost() * job.weight.rows();
-        }
-    }
-    let target = total / (pool.threads() * TILES_PER_THREAD);
-    let tiles_of = |job: &Job<'_>| match job.rows.is_empty() {
-        true => 0,
-        false => job.weight.rows().div_ceil(job.tile(target)),
-    };
-    let n_tiles: usize = jobs.iter().map(tiles_of).sum();
-    let next = AtomicUsize::new(0);
-    let work = |_thread: usize| {
-        // A thread's tiles ascend, so it walks the list of jobs once.
-        let (mut j, mut first) = (0, 0);
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= n_tiles {
-                return;
-            }
-            while i - first >= tiles_of(&jobs[j]) {
-                first += tiles_of(&jobs[j]);
-                j += 1;
-            }
-            let job = &jobs[j];
-            let size = job.tile(target);
-            let start = (i - first) * size;
-            let features = start..(start + size).min(job.weight.rows());
-            run_tile(level, &Tile { job, features });
-        }
-    };
-    match n_tiles {
+    let tiles = Tiles::new(jobs, pool.threads());
+    match tiles.n {
         0 => {}
-        1 => work(0),
-        _ => pool.run(&work),
+        1 => tiles.work(level, &[Share { next: AtomicUsize::new(0), end: 1 }], 0),
+        _ => {
+            let shares = tiles.shares(pool.threads());
+            pool.run(&|thread| tiles.work(level, &shares, thread));
+        }
     }
 }
 

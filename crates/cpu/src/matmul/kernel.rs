@@ -16,8 +16,11 @@ use super::job::Tile;
 const ROWS: usize = 32;
 /// Output features whose lane sums are kept at once.
 const FEATURES: usize = 16;
-/// How many features ahead weights are prefetched.
-const AHEAD: usize = 4;
+/// How many bytes ahead weights are prefetched, at least; in whole features, because what is read next is the
+/// same place some rows on.
+const AHEAD: usize = 6 << 10;
+/// The same in features.
+const AHEAD_FEATURES: [usize; 2] = [4, 32];
 /// Most bytes that a group takes in one plane.
 const MAX_GROUP_BYTES: usize = 288;
 
@@ -247,13 +250,21 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
     let (whole, rest) = groups_of::<I, D>(weight.cols());
     // SAFETY: groups lie within the rows, activations have as many.
     unsafe {
+        let row_bytes: usize = (0..weight.n_planes()).map(|p| weight.row_bytes(p)).sum();
+        let [least, most] = AHEAD_FEATURES;
+        let ahead_by = AHEAD.div_ceil(row_bytes.max(1)).clamp(least, most).next_multiple_of(2);
         for f0 in tile.features.clone().step_by(NV * I::ROWS) {
             let mut ptrs = [Features { planes: [[std::ptr::null(); 2]; 3] }; NV];
-            // What will be read next is the same place some rows on, which the hardware cannot guess.
             let mut ahead = ptrs;
             for v in 0..NV {
                 ptrs[v] = Features::new::<I>(weight, f0 + v * I::ROWS, end);
-                ahead[v] = Features::new::<I>(weight, f0 + AHEAD + v * I::ROWS, end);
+                let f = f0 + ahead_by + v * I::ROWS;
+                ahead[v] = match tile.next {
+                    Some((next, first)) if f >= end => {
+                        Features::new::<I>(next, first + f - end, next.rows())
+                    }
+                    _ => Features::new::<I>(weight, f, end),
+                };
             }
             let mut acc = [I::zero(); NV];
             for g in 0..whole {
