@@ -37,7 +37,7 @@ pub(crate) fn f32_to_f16(level: Level, x: &[f32], out: &mut [u16]) {
 }
 
 #[inline(always)]
-fn to_f32_portable(bytes: &[u8], out: &mut [f32]) {
+pub(crate) fn to_f32_portable(bytes: &[u8], out: &mut [f32]) {
     for (b, o) in bytes.as_chunks::<2>().0.iter().zip(out) {
         let h = u16::from_le_bytes(*b);
         let magnitude = ((h & 0x7fff) as u32) << 13;

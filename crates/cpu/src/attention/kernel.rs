@@ -1,17 +1,19 @@
 //! Attention of some rows and query heads over one KV head: the arithmetic of the module's header.
 //!
 //! One body for every level. A block of keys and values is widened once and then used by all queries
-//! (rows times heads of the group) that see it; `T` of them are worked on side by side, so that the
-//! vector units have independent sums. `T` is a matter of registers and does not touch any bit.
+//! (rows times heads of the group) that see it; up to `T` of them are worked on side by side, so that the
+//! vector units have independent sums. `T` is a matter of registers and does not touch any bit. Where the
+//! queries are few (decoding), elements are widened as they are read, and the next block is asked for
+//! meanwhile: writing them down would cost more than the sums.
 
 // Indexed loops over fixed arrays say which lanes meet.
 #![allow(clippy::needless_range_loop)]
 
 use std::ops::Range;
 
-use super::layout::{BLOCK, Block, KvLayout};
-use super::tile::{Lanes, sums};
-use super::{AttnParams, AttnRow, KvPages};
+use super::layout::{BLOCK, HeadParts, KvLayout};
+use super::tile::{Columns, Element, Lanes, sums};
+use super::{AttnParams, AttnRow, KvPages, KvType};
 use crate::dispatch::per_level;
 use crate::rows::Rows;
 use crate::simd::Level;
@@ -19,6 +21,9 @@ use crate::vecmath::exp;
 
 /// Queries that one call of [`attend_unit`] works on, more or less.
 pub(super) const UNIT_QUERIES: usize = 64;
+
+/// Up to so many queries read elements as they are stored.
+const DIRECT_QUERIES: usize = 8;
 
 /// One piece of work: `rows` of the batch, query heads `heads`, which share KV head `kv_head`.
 pub(super) struct Unit<'a> {
@@ -67,9 +72,26 @@ pub(super) fn scratch_len(layout: &KvLayout, queries: usize) -> usize {
 /// lines cost twice.
 const LINE: usize = 16;
 
-/// Working memory of a unit; `n` queries.
+/// Working memory of a unit.
 struct Scratch<'a> {
-    block: Block<'a>,
+    block: Widened<'a>,
+    queries: Queries<'a>,
+}
+
+/// A block of one KV head in f32 (codes of `Q8` stay codes).
+struct Widened<'a> {
+    /// `[head_dim][BLOCK]`
+    keys: &'a mut [f32],
+    /// `[BLOCK][padded_v]`
+    values: &'a mut [f32],
+    /// `[BLOCK]`, `Q8` only.
+    k_scales: &'a mut [f32],
+    /// `[BLOCK]`, `Q8` only.
+    v_scales: &'a mut [f32],
+}
+
+/// The state of `n` queries.
+struct Queries<'a> {
     /// `[n, head_dim]`
     q: &'a mut [f32],
     /// Scores, then probabilities, `[n, BLOCK]`.
@@ -100,21 +122,47 @@ impl<'a> Scratch<'a> {
             &mut part[..len]
         };
         Scratch {
-            block: Block {
+            block: Widened {
                 keys: take(hd * BLOCK),
                 values: take(vp * BLOCK),
                 k_scales: take(BLOCK),
                 v_scales: take(BLOCK),
             },
-            q: take(n * hd),
-            s: take(n * BLOCK),
-            acc: take(n * vp),
-            m: take(n),
-            l: take(n),
-            m_b: take(n),
-            l_b: take(n),
-            old: take(n),
-            new: take(n),
+            queries: Queries {
+                q: take(n * hd),
+                s: take(n * BLOCK),
+                acc: take(n * vp),
+                m: take(n),
+                l: take(n),
+                m_b: take(n),
+                l_b: take(n),
+                old: take(n),
+                new: take(n),
+            },
+        }
+    }
+}
+
+impl Widened<'_> {
+    fn fill(&mut self, level: Level, layout: &KvLayout, head: &HeadParts) {
+        layout.widen(level, head.keys, self.keys);
+        let (v_head_dim, padded) = (layout.v_head_dim, layout.padded_v());
+        if v_head_dim == padded {
+            layout.widen(level, head.values, self.values);
+        } else {
+            // The padding is never read into a result.
+            let rows = self.values.chunks_exact_mut(padded);
+            let stored = head.values.chunks_exact(v_head_dim * layout.kv_type.bytes());
+            for (from, to) in stored.zip(rows) {
+                layout.widen(level, from, &mut to[..v_head_dim]);
+            }
+        }
+        self.fill_scales(layout, head);
+    }
+
+    fn fill_scales(&mut self, layout: &KvLayout, head: &HeadParts) {
+        if layout.kv_type == KvType::Q8 {
+            head.scales(self.k_scales, self.v_scales);
         }
     }
 }
@@ -127,13 +175,14 @@ pub(super) fn attend_unit(
     mut write: impl FnMut(usize, usize, &[f32]),
 ) {
     let mut scratch = prepare(unit, buffer);
-    for b in blocks(unit.rows, unit.params.window) {
+    let of = blocks(unit.rows, unit.params.window);
+    for b in of.clone() {
         for_each_run(unit, b, |rows, page| {
-            load(level, unit, page, &mut scratch);
-            attend_block(level, unit, rows, b, &mut scratch);
+            block(level, unit, (rows, b, page), of.end, &mut scratch);
         });
     }
-    finish(level, unit, &mut scratch);
+    let scratch = &mut scratch.queries;
+    finish(level, unit, scratch);
     let (vp, group) = (unit.kv.layout.padded_v(), unit.heads.len());
     for (i, acc) in scratch.acc.chunks_exact(vp).enumerate() {
         let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
@@ -152,10 +201,10 @@ pub(super) fn attend_unit_blocks(
 ) {
     let (vp, group) = (unit.kv.layout.padded_v(), unit.heads.len());
     let mut scratch = prepare(unit, buffer);
-    for b in of {
+    for b in of.clone() {
         for_each_run(unit, b, |rows, page| {
-            load(level, unit, page, &mut scratch);
-            attend_block(level, unit, rows.clone(), b, &mut scratch);
+            block(level, unit, (rows.clone(), b, page), of.end, &mut scratch);
+            let scratch = &scratch.queries;
             for i in rows.start * group..rows.end * group {
                 let (row, head) = (unit.first_row + i / group, unit.heads.start + i % group);
                 write(b, row, head, &scratch.acc[i * vp..][..vp], scratch.m[i], scratch.l[i]);
@@ -174,14 +223,15 @@ pub(super) fn blocks(rows: &[AttnRow], window: Option<usize>) -> Range<usize> {
 /// The queries, side by side, and the state before the first block.
 fn prepare<'a>(unit: &Unit, buffer: &'a mut Vec<f32>) -> Scratch<'a> {
     let (hd, group) = (unit.kv.layout.head_dim, unit.heads.len());
-    let scratch = Scratch::new(buffer, &unit.kv.layout, unit.queries());
-    for (r, q) in scratch.q.chunks_exact_mut(group * hd).enumerate() {
+    let mut scratch = Scratch::new(buffer, &unit.kv.layout, unit.queries());
+    let queries = &mut scratch.queries;
+    for (r, q) in queries.q.chunks_exact_mut(group * hd).enumerate() {
         let row = unit.q.row(unit.first_row + r);
         q.copy_from_slice(&row[unit.heads.start * hd..unit.heads.end * hd]);
     }
-    scratch.m.fill(f32::NEG_INFINITY);
-    scratch.l.fill(0.0);
-    scratch.acc.fill(0.0);
+    queries.m.fill(f32::NEG_INFINITY);
+    queries.l.fill(0.0);
+    queries.acc.fill(0.0);
     scratch
 }
 
@@ -201,8 +251,47 @@ fn for_each_run(unit: &Unit, b: usize, mut f: impl FnMut(Range<usize>, u32)) {
     }
 }
 
-fn load(level: Level, unit: &Unit, page: u32, scratch: &mut Scratch) {
-    unit.kv.layout.load(level, unit.kv.page(page), unit.kv_head, &mut scratch.block);
+/// Merges block `b`, which lies in `page`, into the state of the queries of `rows`; blocks from `end` on are
+/// not wanted.
+fn block(
+    level: Level,
+    unit: &Unit,
+    (rows, b, page): (Range<usize>, usize, u32),
+    end: usize,
+    scratch: &mut Scratch,
+) {
+    let layout = &unit.kv.layout;
+    let head = layout.head(unit.kv.page(page), unit.kv_head);
+    let few = rows.len() * unit.heads.len() <= DIRECT_QUERIES;
+    let as_stored = few && layout.kv_type != KvType::F32 && layout.v_head_dim == layout.padded_v();
+    let Scratch { block, queries } = scratch;
+    let run = Run { rows: rows.clone(), b };
+    if !as_stored {
+        block.fill(level, layout, &head);
+        return attend_wide(level, unit, run, block, queries);
+    }
+    block.fill_scales(layout, &head);
+    let next = match b + 1 < end {
+        true => unit.sees(rows.start, b + 1),
+        false => None,
+    };
+    let next = next.map(|(page, _)| layout.head(unit.kv.page(page), unit.kv_head));
+    match layout.kv_type {
+        KvType::F16 => attend_halves(level, unit, run, Stored { head, next }, block, queries),
+        _ => attend_codes(level, unit, run, Stored { head, next }, block, queries),
+    }
+}
+
+/// Rows that see the same page in block `b`.
+struct Run {
+    rows: Range<usize>,
+    b: usize,
+}
+
+/// A head's part of a page, and of the page that comes next.
+struct Stored<'a> {
+    head: HeadParts<'a>,
+    next: Option<HeadParts<'a>>,
 }
 
 /// The state of a query, or one block's part of it: `acc` `[padded_v]`, then `m` and `l`.
@@ -242,9 +331,9 @@ per_level! {
 
 per_level! {
     /// Merges the sinks, and divides: `acc` is then the output.
-    fn finish(unit: &Unit, scratch: &mut Scratch) = {
+    fn finish(unit: &Unit, scratch: &mut Queries) = {
         #[inline(always)]
-        fn body(unit: &Unit, scratch: &mut Scratch) {
+        fn body(unit: &Unit, scratch: &mut Queries) {
             let group = unit.heads.len();
             let vp = unit.kv.layout.padded_v();
             for (i, acc) in scratch.acc.chunks_exact_mut(vp).enumerate() {
@@ -273,10 +362,24 @@ fn finish_query(acc: &mut [f32], m: f32, mut l: f32, sink: Option<f32>) {
 
 // `per_level` runs the first two only where the machine has their registers; NEON is part of AArch64.
 per_level! {
-    fn attend_block(unit: &Unit, rows: Range<usize>, b: usize, scratch: &mut Scratch)
-        = avx512: block_body::<std::arch::x86_64::__m512, 2, 4>,
-          avx2: block_body::<std::arch::x86_64::__m256, 4, 2>,
-          portable: block_body::<Widest, WIDEST_N, WIDEST_T>
+    fn attend_wide(unit: &Unit, run: Run, block: &Widened, state: &mut Queries)
+        = avx512: wide_body::<std::arch::x86_64::__m512, 2, 4>,
+          avx2: wide_body::<std::arch::x86_64::__m256, 4, 2>,
+          portable: wide_body::<Widest, WIDEST_N, WIDEST_T>
+}
+
+per_level! {
+    fn attend_halves(unit: &Unit, run: Run, stored: Stored, block: &Widened, state: &mut Queries)
+        = avx512: halves_body::<std::arch::x86_64::__m512, 2, 8>,
+          avx2: halves_body::<std::arch::x86_64::__m256, 4, 2>,
+          portable: halves_body::<Widest, WIDEST_N, WIDEST_T>
+}
+
+per_level! {
+    fn attend_codes(unit: &Unit, run: Run, stored: Stored, block: &Widened, state: &mut Queries)
+        = avx512: codes_body::<std::arch::x86_64::__m512, 2, 8>,
+          avx2: codes_body::<std::arch::x86_64::__m256, 4, 2>,
+          portable: codes_body::<Widest, WIDEST_N, WIDEST_T>
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -292,31 +395,86 @@ const WIDEST_N: usize = 4;
 #[cfg(not(target_arch = "aarch64"))]
 const WIDEST_T: usize = 1;
 
-/// Merges block `b`, widened in `scratch.block`, into the state of the queries of `rows`.
 #[inline(always)]
-fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
+fn wide_body<V: Lanes<N>, const N: usize, const T: usize>(
     unit: &Unit,
-    rows: Range<usize>,
-    b: usize,
-    scratch: &mut Scratch,
+    run: Run,
+    block: &Widened,
+    state: &mut Queries,
+) {
+    let keys = Columns { data: &*block.keys, stride: BLOCK, next: None };
+    let values = Columns { data: &*block.values, stride: unit.kv.layout.padded_v(), next: None };
+    block_body::<V, f32, N, T>(unit, run, (keys, values), block, state);
+}
+
+#[inline(always)]
+fn halves_body<V: Lanes<N>, const N: usize, const T: usize>(
+    unit: &Unit,
+    run: Run,
+    stored: Stored,
+    block: &Widened,
+    state: &mut Queries,
+) {
+    block_body::<V, [u8; 2], N, T>(unit, run, stored.columns(unit), block, state);
+}
+
+#[inline(always)]
+fn codes_body<V: Lanes<N>, const N: usize, const T: usize>(
+    unit: &Unit,
+    run: Run,
+    stored: Stored,
+    block: &Widened,
+    state: &mut Queries,
+) {
+    block_body::<V, [u8; 1], N, T>(unit, run, stored.columns(unit), block, state);
+}
+
+impl<'a> Stored<'a> {
+    /// Keys and values, of elements of `BYTES` bytes.
+    #[inline(always)]
+    fn columns<const BYTES: usize>(
+        &self,
+        unit: &Unit,
+    ) -> (Columns<'a, [u8; BYTES]>, Columns<'a, [u8; BYTES]>) {
+        let next = self.next.as_ref();
+        let columns = |data: &'a [u8], next: Option<&'a [u8]>, stride| Columns {
+            data: data.as_chunks::<BYTES>().0,
+            stride,
+            next: next.map(|next| next.as_chunks::<BYTES>().0),
+        };
+        let values = unit.kv.layout.v_head_dim;
+        (
+            columns(self.head.keys, next.map(|n| n.keys), BLOCK),
+            columns(self.head.values, next.map(|n| n.values), values),
+        )
+    }
+}
+
+/// Merges a block into the state of the queries of a run.
+#[inline(always)]
+fn block_body<V: Lanes<N>, E: Element, const N: usize, const T: usize>(
+    unit: &Unit,
+    Run { rows, b }: Run,
+    (keys, values): (Columns<'_, E>, Columns<'_, E>),
+    block: &Widened,
+    scratch: &mut Queries,
 ) {
     let layout = &unit.kv.layout;
     let (hd, vp, group) = (layout.head_dim, layout.padded_v(), unit.heads.len());
-    let q8 = layout.kv_type == super::KvType::Q8;
+    let q8 = layout.kv_type == KvType::Q8;
     let queries = rows.start * group..rows.end * group;
 
     // s = q . k
-    let keys = &scratch.block.keys[..];
     let mut i = queries.start;
     while i < queries.end {
-        let n = if queries.end - i >= T { T } else { 1 };
-        let (q, s) = (&scratch.q[i * hd..], &mut scratch.s[i * BLOCK..]);
-        if n == T {
-            store(sums_of::<V, N, T>((q, hd), (keys, BLOCK), 0..hd), s);
-        } else {
-            store(sums_of::<V, N, 1>((q, hd), (keys, BLOCK), 0..hd), s);
-        }
-        i += n;
+        let (q, s) = ((&scratch.q[i * hd..], hd), &mut scratch.s[i * BLOCK..]);
+        i += match queries.end - i {
+            8.. if T >= 8 => store(sums_of::<V, E, N, 8>(q, keys, 0..hd), s),
+            4.. if T >= 4 => store(sums_of::<V, E, N, 4>(q, keys, 0..hd), s),
+            3.. if T >= 4 => store(sums_of::<V, E, N, 3>(q, keys, 0..hd), s),
+            2.. if T >= 2 => store(sums_of::<V, E, N, 2>(q, keys, 0..hd), s),
+            _ => store(sums_of::<V, E, N, 1>(q, keys, 0..hd), s),
+        };
     }
 
     // Scale, maximum, p = exp(s - m_b); masked positions: p = +0.
@@ -327,8 +485,7 @@ fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
             let (s, _) =
                 scratch.s[i * BLOCK..].split_first_chunk_mut::<BLOCK>().expect("a row of s");
             if q8 {
-                let (k_scales, _) =
-                    scratch.block.k_scales.split_first_chunk::<BLOCK>().expect("32 scales");
+                let (k_scales, _) = block.k_scales.split_first_chunk::<BLOCK>().expect("32 scales");
                 for j in 0..BLOCK {
                     s[j] = (s[j] * k_scales[j]) * scale;
                 }
@@ -367,7 +524,7 @@ fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
     // acc_b = p . v, merged into acc.
     if q8 {
         for s in scratch.s[queries.start * BLOCK..queries.end * BLOCK].chunks_exact_mut(BLOCK) {
-            for (s, scale) in s.iter_mut().zip(scratch.block.v_scales.iter()) {
+            for (s, scale) in s.iter_mut().zip(block.v_scales.iter()) {
                 *s *= scale;
             }
         }
@@ -382,18 +539,21 @@ fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
         }
         let mut i = r * group;
         while i < same_end * group {
-            let n = if same_end * group - i >= T { T } else { 1 };
+            let left = same_end * group - i;
+            let mut n = 1;
             for d in (0..vp).step_by(BLOCK) {
-                let (p, v) = (&scratch.s[i * BLOCK..], &scratch.block.values[d..]);
+                let p = (&scratch.s[i * BLOCK..], BLOCK);
+                let v = values.from(d);
                 let factors = (!unit.partial).then(|| (&scratch.old[i..], &scratch.new[i..]));
                 let acc = &mut scratch.acc[i * vp + d..];
-                if n == T {
-                    let acc_b = sums_of::<V, N, T>((p, BLOCK), (v, vp), visible.clone());
-                    merge(acc_b, factors, acc, vp);
-                } else {
-                    let acc_b = sums_of::<V, N, 1>((p, BLOCK), (v, vp), visible.clone());
-                    merge(acc_b, factors, acc, vp);
-                }
+                let ks = visible.clone();
+                n = match left {
+                    8.. if T >= 8 => merge(sums_of::<V, E, N, 8>(p, v, ks), factors, acc, vp),
+                    4.. if T >= 4 => merge(sums_of::<V, E, N, 4>(p, v, ks), factors, acc, vp),
+                    3.. if T >= 4 => merge(sums_of::<V, E, N, 3>(p, v, ks), factors, acc, vp),
+                    2.. if T >= 2 => merge(sums_of::<V, E, N, 2>(p, v, ks), factors, acc, vp),
+                    _ => merge(sums_of::<V, E, N, 1>(p, v, ks), factors, acc, vp),
+                };
             }
             i += n;
         }
@@ -403,29 +563,32 @@ fn block_body<V: Lanes<N>, const N: usize, const T: usize>(
 
 /// [`sums`], safely.
 #[inline(always)]
-fn sums_of<V: Lanes<N>, const N: usize, const T: usize>(
+fn sums_of<V: Lanes<N>, E: Element, const N: usize, const T: usize>(
     a: (&[f32], usize),
-    b: (&[f32], usize),
+    b: Columns<'_, E>,
     ks: Range<usize>,
 ) -> [[f32; BLOCK]; T] {
-    // SAFETY: reached from `attend_block` only, which runs a vector type's body only where the machine has
-    // its instructions.
-    unsafe { sums::<V, N, T>(a, b, ks) }
+    // SAFETY: reached from the bodies above only, which `per_level` runs with a vector type only where the
+    // machine has its instructions.
+    unsafe { sums::<V, E, N, T>(a, b, ks) }
 }
 
+/// Returns `T`.
 #[inline(always)]
-fn store<const T: usize>(sums: [[f32; BLOCK]; T], s: &mut [f32]) {
+fn store<const T: usize>(sums: [[f32; BLOCK]; T], s: &mut [f32]) -> usize {
     s[..T * BLOCK].copy_from_slice(sums.as_flattened());
+    T
 }
 
-/// `acc[t] = fma(acc[t], old[t], acc_b[t] * new[t])` with the factors `(old, new)`; without, `acc_b` itself.
+/// `acc[t] = fma(acc[t], old[t], acc_b[t] * new[t])` with the factors `(old, new)`; without, `acc_b` itself. Returns
+/// `T`.
 #[inline(always)]
 fn merge<const T: usize>(
     acc_b: [[f32; BLOCK]; T],
     factors: Option<(&[f32], &[f32])>,
     acc: &mut [f32],
     stride: usize,
-) {
+) -> usize {
     for t in 0..T {
         let (acc, _) = acc[t * stride..].split_first_chunk_mut::<BLOCK>().expect("rows of 32");
         let Some((old, new)) = factors else {
@@ -437,6 +600,7 @@ fn merge<const T: usize>(
             acc[j] = acc[j].mul_add(old, acc_b[t][j] * new);
         }
     }
+    T
 }
 
 /// Maximum and denominator of each state after a block, and the factors for the accumulators: all `[n]`.

@@ -118,30 +118,17 @@ impl KvLayout {
         }
     }
 
-    /// Widens head `h` of a page to f32 (codes of `Q8` stay codes).
-    pub(super) fn load(&self, level: Level, page: &[u8], h: usize, block: &mut Block) {
+    /// Head `h` of a page.
+    pub(super) fn head<'a>(&self, page: &'a [u8], h: usize) -> HeadParts<'a> {
         let size = self.kv_type.bytes();
         let head = &page[h * self.head_bytes()..][..self.head_bytes()];
         let (keys, rest) = head.split_at(self.head_dim * BLOCK * size);
         let (values, scales) = rest.split_at(self.v_head_dim * BLOCK * size);
-        self.widen(level, keys, block.keys);
-        if self.v_head_dim == self.padded_v() {
-            self.widen(level, values, block.values);
-        } else {
-            // The padding is never read into a result.
-            let rows = block.values.chunks_exact_mut(self.padded_v());
-            for (from, to) in values.chunks_exact(self.v_head_dim * size).zip(rows) {
-                self.widen(level, from, &mut to[..self.v_head_dim]);
-            }
-        }
-        if self.kv_type == KvType::Q8 {
-            let (k_scales, v_scales) = scales.split_at(BLOCK * 4);
-            f32_from_bytes(level, k_scales, block.k_scales);
-            f32_from_bytes(level, v_scales, block.v_scales);
-        }
+        HeadParts { keys, values, scales }
     }
 
-    fn widen(&self, level: Level, bytes: &[u8], out: &mut [f32]) {
+    /// Elements as f32; codes of `Q8` stay codes.
+    pub(super) fn widen(&self, level: Level, bytes: &[u8], out: &mut [f32]) {
         match self.kv_type {
             KvType::F32 => f32_from_bytes(level, bytes, out),
             KvType::F16 => f16_to_f32(level, bytes, out),
@@ -150,16 +137,24 @@ impl KvLayout {
     }
 }
 
-/// One head's part of a page in f32.
-pub(super) struct Block<'a> {
-    /// `[head_dim][BLOCK]`
-    pub keys: &'a mut [f32],
-    /// `[BLOCK][padded_v]`
-    pub values: &'a mut [f32],
-    /// `[BLOCK]`, `Q8` only.
-    pub k_scales: &'a mut [f32],
-    /// `[BLOCK]`, `Q8` only.
-    pub v_scales: &'a mut [f32],
+/// One head's part of a page, as it is stored: see the module's header.
+#[derive(Clone, Copy)]
+pub(super) struct HeadParts<'a> {
+    pub keys: &'a [u8],
+    pub values: &'a [u8],
+    scales: &'a [u8],
+}
+
+impl HeadParts<'_> {
+    /// Scales of keys and values, `[BLOCK]` each; `Q8` only.
+    pub(super) fn scales(&self, k_scales: &mut [f32], v_scales: &mut [f32]) {
+        let (k, v) = self.scales.split_at(BLOCK * 4);
+        for (bytes, out) in [(k, k_scales), (v, v_scales)] {
+            for (b, o) in bytes.as_chunks::<4>().0.iter().zip(out) {
+                *o = f32::from_le_bytes(*b);
+            }
+        }
+    }
 }
 
 /// Scale and factor of a `Q8` row: with `a` the largest magnitude, the scale is `a / 127`, and a code is

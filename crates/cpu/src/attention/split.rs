@@ -31,7 +31,9 @@ pub(super) fn wave(
     rows: &[AttnRow],
 ) -> Option<usize> {
     let units = rows.len().div_ceil(unit_rows(params, kv)) * kv.layout.n_kv_heads;
-    let few = units < pool.threads();
+    let rounds = units.div_ceil(pool.threads());
+    // Each thread would have one unit or two, and some of them none for a while.
+    let few = rounds <= 2 && units * 5 < rounds * pool.threads() * 4;
     let records = SPLIT_BYTES / size_of::<f32>() / record_len(&kv.layout);
     let wave = (records / (rows.len() * params.n_heads).max(1)).saturating_sub(1);
     let n_blocks = blocks(rows, params.window).len();

@@ -14,24 +14,85 @@ use super::layout::BLOCK;
 /// A vector of `BLOCK / N` floats.
 ///
 /// # Safety
-/// `load` reads, and `store` writes, `BLOCK / N` floats at any address. A method may only be
-/// called on a machine that has the type's instructions.
+/// `load` reads, and `store` writes, `BLOCK / N` floats at any address; the other loads read as many elements.
+/// A method may only be called on a machine that has the type's instructions.
 pub(super) unsafe trait Lanes<const N: usize>: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
+    /// Widens `BLOCK / N` halves.
+    unsafe fn load_halves(from: *const [u8; 2]) -> Self;
+    /// Widens `BLOCK / N` signed codes.
+    unsafe fn load_codes(from: *const [u8; 1]) -> Self;
+    /// Asks for the cache line of an address, which need not be good.
+    unsafe fn prefetch(at: *const u8);
     /// `fma(a, b, sum)`
     unsafe fn fma(a: Self, b: Self, sum: Self) -> Self;
     unsafe fn store(self, to: *mut f32);
 }
 
-/// `out[t][j]` = from +0, `fma(a[t * a_stride + k], b[k * b_stride + j], sum)` for `k` ascending in `ks`.
+/// An element of keys or values as it is stored.
+///
+/// # Safety
+/// `load` reads `BLOCK / N` elements.
+pub(super) unsafe trait Element: Copy {
+    /// # Safety
+    /// The machine has the instructions of `V`; the elements are there.
+    unsafe fn load<V: Lanes<N>, const N: usize>(from: *const Self) -> V;
+}
+
+// SAFETY: as `Lanes` promises, here and below.
+unsafe impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<V: Lanes<N>, const N: usize>(from: *const f32) -> V {
+        // SAFETY: the caller's promise, here and below.
+        unsafe { V::load(from) }
+    }
+}
+
+/// A half.
+unsafe impl Element for [u8; 2] {
+    #[inline(always)]
+    unsafe fn load<V: Lanes<N>, const N: usize>(from: *const [u8; 2]) -> V {
+        // SAFETY: as above.
+        unsafe { V::load_halves(from) }
+    }
+}
+
+/// A signed code.
+unsafe impl Element for [u8; 1] {
+    #[inline(always)]
+    unsafe fn load<V: Lanes<N>, const N: usize>(from: *const [u8; 1]) -> V {
+        // SAFETY: as above.
+        unsafe { V::load_codes(from) }
+    }
+}
+
+/// The second factor of [`sums`]: row `k` is `data[k * stride..][..BLOCK]`.
+#[derive(Clone, Copy)]
+pub(super) struct Columns<'a, E> {
+    pub data: &'a [E],
+    pub stride: usize,
+    /// The same rows of the block that comes next: each is prefetched when its like here is read.
+    pub next: Option<&'a [E]>,
+}
+
+impl<'a, E> Columns<'a, E> {
+    /// The same from column `first` on.
+    #[inline(always)]
+    pub fn from(&self, first: usize) -> Columns<'a, E> {
+        let (data, next) = (&self.data[first..], self.next.map(|next| &next[first..]));
+        Columns { data, next, stride: self.stride }
+    }
+}
+
+/// `out[t][j]` = from +0, `fma(a[t * a_stride + k], b[k][j], sum)` for `k` ascending in `ks`.
 ///
 /// # Safety
 /// The machine has the instructions of `V`.
 #[inline(always)]
-pub(super) unsafe fn sums<V: Lanes<N>, const N: usize, const T: usize>(
+pub(super) unsafe fn sums<V: Lanes<N>, E: Element, const N: usize, const T: usize>(
     (a, a_stride): (&[f32], usize),
-    (b, b_stride): (&[f32], usize),
+    b: Columns<'_, E>,
     ks: Range<usize>,
 ) -> [[f32; BLOCK]; T] {
     let mut out = [[0.0f32; BLOCK]; T];
@@ -39,16 +100,20 @@ pub(super) unsafe fn sums<V: Lanes<N>, const N: usize, const T: usize>(
         return out;
     }
     assert!(a.len() >= (T - 1) * a_stride + ks.end);
-    assert!(b.len() >= (ks.end - 1) * b_stride + BLOCK);
-    let (a, b) = (a.as_ptr(), b.as_ptr());
-    // SAFETY: `a` is read at `t * a_stride + k` and `b` at `k * b_stride .. + BLOCK` with `t < T` and
+    assert!(b.data.len() >= (ks.end - 1) * b.stride + BLOCK);
+    let a = a.as_ptr();
+    let (b, stride, next) = (b.data.as_ptr(), b.stride, b.next.map(<[E]>::as_ptr));
+    // SAFETY: `a` is read at `t * a_stride + k` and `b` at `k * stride .. + BLOCK` with `t < T` and
     // `k < ks.end`, inside the slices as asserted; `out` has `N` vectors in each of its rows. The
     // instructions are there by the caller's promise.
     unsafe {
         let mut sums = [[V::splat(0.0); N]; T];
         for k in ks {
+            if let Some(next) = next {
+                V::prefetch(next.wrapping_add(k * stride).cast());
+            }
             let row: [V; N] =
-                std::array::from_fn(|n| V::load(b.add(k * b_stride + n * (BLOCK / N))));
+                std::array::from_fn(|n| E::load::<V, N>(b.add(k * stride + n * (BLOCK / N))));
             for t in 0..T {
                 let x = V::splat(*a.add(t * a_stride + k));
                 for n in 0..N {
@@ -83,6 +148,18 @@ unsafe impl Lanes<4> for Portable {
         Portable(unsafe { from.cast::<[f32; 8]>().read_unaligned() })
     }
     #[inline(always)]
+    unsafe fn load_halves(from: *const [u8; 2]) -> Self {
+        // SAFETY: the caller's pointer is good for eight halves.
+        Portable(unsafe { from.cast::<[[u8; 2]; 8]>().read() }.map(half))
+    }
+    #[inline(always)]
+    unsafe fn load_codes(from: *const [u8; 1]) -> Self {
+        // SAFETY: the caller's pointer is good for eight codes.
+        Portable(unsafe { from.cast::<[u8; 8]>().read() }.map(|code| code as i8 as f32))
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_: *const u8) {}
+    #[inline(always)]
     unsafe fn fma(a: Self, b: Self, sum: Self) -> Self {
         Portable(std::array::from_fn(|i| a.0[i].mul_add(b.0[i], sum.0[i])))
     }
@@ -93,10 +170,20 @@ unsafe impl Lanes<4> for Portable {
     }
 }
 
+#[inline(always)]
+fn half(bytes: [u8; 2]) -> f32 {
+    let mut out = [0.0];
+    crate::half_float::to_f32_portable(&bytes, &mut out);
+    out[0]
+}
+
 /// Implements [`Lanes`] with intrinsics of one register type.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! lanes {
-    ($n:literal, $vector:ty, $splat:ident, $load:ident, $store:ident, |$a:ident, $b:ident, $sum:ident| $fma:expr) => {
+    ($n:literal, $vector:ty, $splat:ident, $load:ident, $store:ident,
+        |$a:ident, $b:ident, $sum:ident| $fma:expr,
+        halves |$halves:ident| $load_halves:expr, codes |$codes:ident| $load_codes:expr,
+        prefetch |$at:ident| $prefetch:expr) => {
         // SAFETY: the register holds `BLOCK / n` floats; loads and stores are of the unaligned kind.
         unsafe impl Lanes<$n> for $vector {
             #[inline(always)]
@@ -108,6 +195,21 @@ macro_rules! lanes {
             unsafe fn load(from: *const f32) -> Self {
                 // SAFETY: as above, and the pointer is good for a register.
                 unsafe { $load(from) }
+            }
+            #[inline(always)]
+            unsafe fn load_halves($halves: *const [u8; 2]) -> Self {
+                // SAFETY: as above.
+                unsafe { $load_halves }
+            }
+            #[inline(always)]
+            unsafe fn load_codes($codes: *const [u8; 1]) -> Self {
+                // SAFETY: as above.
+                unsafe { $load_codes }
+            }
+            #[inline(always)]
+            unsafe fn prefetch($at: *const u8) {
+                // SAFETY: as above; a prefetch reads nothing.
+                unsafe { $prefetch }
             }
             #[inline(always)]
             unsafe fn fma($a: Self, $b: Self, $sum: Self) -> Self {
@@ -128,12 +230,28 @@ mod x86 {
     use super::Lanes;
     use std::arch::x86_64::*;
 
-    lanes!(4, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, |a, b, sum| {
-        _mm256_fmadd_ps(a, b, sum)
-    });
-    lanes!(2, __m512, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, |a, b, sum| {
-        _mm512_fmadd_ps(a, b, sum)
-    });
+    lanes!(
+        4,
+        __m256,
+        _mm256_set1_ps,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        |a, b, sum| _mm256_fmadd_ps(a, b, sum),
+        halves | from | _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+        codes | from | _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))),
+        prefetch | at | _mm_prefetch::<_MM_HINT_T0>(at.cast())
+    );
+    lanes!(
+        2,
+        __m512,
+        _mm512_set1_ps,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        |a, b, sum| _mm512_fmadd_ps(a, b, sum),
+        halves | from | _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())),
+        codes | from | _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))),
+        prefetch | at | _mm_prefetch::<_MM_HINT_T0>(at.cast())
+    );
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -141,5 +259,20 @@ mod arm {
     use super::Lanes;
     use std::arch::aarch64::*;
 
-    lanes!(8, float32x4_t, vdupq_n_f32, vld1q_f32, vst1q_f32, |a, b, sum| vfmaq_f32(sum, a, b));
+    lanes!(
+        8,
+        float32x4_t,
+        vdupq_n_f32,
+        vld1q_f32,
+        vst1q_f32,
+        |a, b, sum| vfmaq_f32(sum, a, b),
+        halves | from | vld1q_f32(from.cast::<[[u8; 2]; 4]>().read().map(super::half).as_ptr()),
+        codes | from | {
+            let codes = from.cast::<[u8; 4]>().read().map(|code| code as i8 as f32);
+            vld1q_f32(codes.as_ptr())
+        },
+        prefetch | at | {
+            let _ = at;
+        }
+    );
 }
