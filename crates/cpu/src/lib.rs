@@ -3,7 +3,7 @@
 //! Reading order: [`simd`] (which kernels this machine runs), [`pool`] (threads), [`matmul`] (weights
 //! times activations), [`vecmath`] (exp and friends, written out once), [`rows`] (matrices of
 //! activations), [`ops`] (norms, rope, activations, routing), [`attention`] (paged KV and softmax
-//! attention), [`backend`] (the interpreter).
+//! attention), [`backend`] (the interpreter), [`steer`] (rows moved along directions).
 //!
 //! Numeric contract: every function here gives the same bits at every [`simd::Level`], for every
 //! number of threads, and for a row whatever rows are beside it.
@@ -21,6 +21,7 @@ pub mod pool;
 pub mod probe;
 pub mod rows;
 pub mod simd;
+pub mod steer;
 pub mod vecmath;
 
 pub use backend::CpuBackend;

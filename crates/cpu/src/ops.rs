@@ -15,11 +15,11 @@ use crate::simd::Level;
 use crate::vecmath;
 
 /// Lanes of a sum over a row: element `i` goes to lane `i mod 16`.
-const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// Joins the lanes in a fixed tree: `(i, i + 8)`, `(i, i + 4)`, `(i, i + 2)`, `(0, 1)`.
 #[inline(always)]
-fn join(mut lanes: [f32; LANES]) -> f32 {
+pub(crate) fn join(mut lanes: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {

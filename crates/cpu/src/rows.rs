@@ -109,6 +109,14 @@ impl<'a> RowsMut<'a> {
         });
     }
 
+    /// Calls `f(row)` for every row, one after the other on this thread.
+    pub fn for_each_row_here(self, f: impl Fn(&mut [f32])) {
+        let RowsMut { data, rows, width, stride } = self;
+        for r in 0..rows {
+            f(&mut data[r * stride..][..width]);
+        }
+    }
+
     /// The rows for writers that share them out by themselves: data and stride.
     pub(crate) fn into_disjoint(self) -> (DisjointMut<'a>, usize) {
         (DisjointMut::new(self.data), self.stride)

@@ -5,7 +5,7 @@
 
 use forebay_quant::MatrixView;
 
-use crate::op::{MoeId, Op};
+use crate::op::{BufferId, MoeId, Op};
 use crate::profile::Profile;
 
 /// The pages of one sequence, per KV class: `tables[class][position / BLOCK]` is a page index.
@@ -103,6 +103,13 @@ pub trait Backend: Send {
 
     /// Runs operations of the body.
     fn run(&mut self, pass: &Pass<'_>, ops: &[Op]) -> Result<(), BackendError>;
+
+    /// The rows of a buffer of the body, `[rows, width]`, between two runs of a pass: what an [`Op::Tap`] names. The backend
+    /// itself is never given taps to run. None: it lets nobody look, and programs for it have no taps.
+    fn buffer(&mut self, buf: BufferId, rows: usize) -> Option<&mut [f32]> {
+        let _ = (buf, rows);
+        None
+    }
 
     /// The choice made by the last [`Op::Route`] of `moe`.
     fn routing(&self, moe: MoeId) -> &Routing;

@@ -1,7 +1,7 @@
 //! Lowering of a [`forebay_models::ModelSpec`] to a flat program, and the memory ledger.
 //!
 //! Reading order: [`op`] (the operations), [`mod@lower`] (spec to program), [`scratch`] (which buffers may
-//! share memory), [`ledger`] (what a process needs, line by line),
+//! share memory), [`tap`] (named points), [`ledger`] (what a process needs, line by line),
 //! [`profile`] (where the time goes), [`backend`] (what runs it).
 //!
 //! A program is cut into segments at the router read-backs: after each segment the engine knows which
@@ -16,11 +16,13 @@ pub mod lower;
 pub mod op;
 pub mod profile;
 pub mod scratch;
+pub mod tap;
 
 pub use backend::{
     Backend, BackendError, ExpertMatrices, Pass, Routing, SequenceTables, WholePass,
 };
 pub use ledger::{Ledger, LedgerItem};
-pub use lower::{lower, lower_with};
+pub use lower::{Extras, lower, lower_with};
 pub use op::*;
 pub use profile::{Profile, ProfileRow, Work};
+pub use tap::{Point, Tap, TapSet};

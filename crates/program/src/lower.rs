@@ -9,17 +9,27 @@ use forebay_models::{
 use forebay_quant::{ActOrder, Format};
 
 use crate::op::*;
+use crate::tap::{Point, Tap, TapSet};
 use crate::scratch::{self, Life};
+
+/// What a program has besides the model's own operations.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Extras {
+    /// A [`Pilot`] at every routed layer but the last.
+    pub pilot: bool,
+    /// Where rows are looked at or changed; places that the model does not have are left out.
+    pub taps: TapSet,
+}
 
 /// Lowers a model for one precision.
 pub fn lower(spec: &ModelSpec, precision: Precision) -> Program {
-    lower_with(spec, precision, false)
+    lower_with(spec, precision, Extras::default())
 }
 
-/// The same, with a [`Pilot`] at every routed layer but the last where `pilot` asks for it.
-pub fn lower_with(spec: &ModelSpec, precision: Precision, pilot: bool) -> Program {
+/// The same, with extras.
+pub fn lower_with(spec: &ModelSpec, precision: Precision, extras: Extras) -> Program {
     let mut l = Lowering::new(spec, precision);
-    l.pilot = pilot;
+    l.extras = extras;
     let hidden = l.buffer(spec.hidden_size);
     let angles: Vec<BufferId> = (0..spec.ropes.len())
         .map(|rope| {
@@ -38,11 +48,13 @@ pub fn lower_with(spec: &ModelSpec, precision: Precision, pilot: bool) -> Progra
             Mixer::DeltaNet(n) => l.delta_net(n, layer, hidden),
             other => unreachable!("lowering of {other:?} is not written"),
         }
+        l.tap(index, Point::Attention, hidden);
         l.feed_forward(index, layer, hidden);
         if let Some(scale) = &layer.output_scale {
             let scale = l.vector(scale, false, 1.0);
             l.push(Op::Scale { buf: hidden, factor: Factor::Learned(scale) });
         }
+        l.tap(index, Point::FeedForward, hidden);
     }
     for buffer in angles.iter().chain([&hidden]) {
         l.touch(*buffer);
@@ -64,7 +76,7 @@ struct Lowering<'a> {
     segments: Vec<Segment>,
     clock: usize,
     into: Into,
-    pilot: bool,
+    extras: Extras,
 }
 
 /// Which list of the last segment operations go to.
@@ -91,7 +103,7 @@ impl<'a> Lowering<'a> {
             segments: vec![Segment::default()],
             clock: 0,
             into: Into::Ops,
-            pilot: false,
+            extras: Extras::default(),
         }
     }
 
@@ -105,6 +117,12 @@ impl<'a> Lowering<'a> {
             (Into::Ops, _) => segment.ops.push(op),
             (Into::Overlap, _) => segment.overlap.push(op),
             (Into::Pilot, pilot) => pilot.as_mut().expect("made before").ops.push(op),
+        }
+    }
+
+    fn tap(&mut self, layer: usize, point: Point, buf: BufferId) {
+        if self.extras.taps.contains(layer, point) {
+            self.push(Op::Tap(Tap { layer, point, buf }));
         }
     }
 
@@ -365,6 +383,7 @@ impl<'a> Lowering<'a> {
         let segment = self.segments.last_mut().expect("there is always one");
         segment.router = segment.ops.len();
         let (x, logits) = self.router(r, hidden);
+        self.tap(layer, Point::Router, logits);
         // Gate and up of an expert share one input; a mixture of formats with different orders in
         // one expert would need two packs, which no published model has.
         let input = match self.order(first.gate.format) {
@@ -431,7 +450,7 @@ impl<'a> Lowering<'a> {
     fn guess_after(&mut self, layer: usize, moe: MoeId, hidden: BufferId) {
         let spec = self.spec;
         let next = spec.layers.iter().skip(layer + 1).find_map(|l| l.ffn.routed.as_ref());
-        let Some(next) = next.filter(|_| self.pilot) else { return };
+        let Some(next) = next.filter(|_| self.extras.pilot) else { return };
         let segment = self.segments.last_mut().expect("there is always one");
         segment.pilot = Some(Pilot { ops: Vec::new(), moe });
         self.into = Into::Pilot;
@@ -505,6 +524,7 @@ impl Op {
             Op::DeltaRule { qkv, a, b, dst, .. } => vec![*qkv, *a, *b, *dst],
             Op::Route { logits, .. } | Op::Guess { logits, .. } => vec![*logits],
             Op::Combine { dst, .. } => vec![*dst],
+            Op::Tap(tap) => vec![tap.buf],
         }
     }
 }

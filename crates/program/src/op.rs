@@ -4,6 +4,8 @@
 use forebay_models::{Activation, Score, VectorRef, WeightRef};
 use forebay_quant::ActOrder;
 
+use crate::tap::Tap;
+
 /// Compute precision of the matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Precision {
@@ -256,6 +258,8 @@ pub enum Op {
         /// For which experts.
         moe: MoeId,
     },
+    /// A named point: whoever runs the program may look at the rows here, or change them. Computes nothing.
+    Tap(Tap),
     /// `dst = sum over ranks of weight * expert output`, rank order.
     Combine {
         /// Of which experts.

@@ -291,6 +291,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn buffer(&mut self, buf: BufferId, rows: usize) -> Option<&mut [f32]> {
+        let range = self.range(buf, rows);
+        Some(&mut self.arena[range])
+    }
+
     fn routing(&self, moe: MoeId) -> &Routing {
         &self.routings[moe.0]
     }
