@@ -52,7 +52,7 @@ pub(crate) fn choose(opened: &Opened) -> Result<Place, EngineError> {
             if let Some(what) = cpu_only(o) {
                 return Err(EngineError::Refused {
                     what: format!("{what} with --backend cuda"),
-                    instead: "on the GPU all experts are resident; leave it out, or compute with --backend cpu".into(),
+                    instead: "on the GPU a whole model is resident and runs unwatched; leave it out, or compute with --backend cpu".into(),
                 });
             }
             let gpu = Gpu::open()?;
@@ -82,6 +82,12 @@ fn cpu_only(o: &EngineOptions) -> Option<&'static str> {
     }
     if o.slots_per_layer.is_some() || o.slots_total.is_some() {
         return Some("--slots");
+    }
+    if !o.steer.is_empty() {
+        return Some("--steer");
+    }
+    if !o.capture.is_empty() {
+        return Some("--capture");
     }
     o.level.map(|_| "--simd")
 }

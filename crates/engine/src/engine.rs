@@ -8,13 +8,14 @@ use forebay_cpu::{Level, Pool};
 use forebay_cuda::{CudaBackend, Gpu};
 use forebay_files::{Catalog, Disk, FileAccess};
 use forebay_models::ModelSpec;
-use forebay_program::{Backend, Program, lower_with};
+use forebay_program::{Backend, Extras, Program, TapSet, lower_with};
 use forebay_store::pressure::PressureGauge;
 use forebay_store::{
     ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, Policy, StoreOptions, StoreSnapshot,
     StoreSpec, memory, open_store,
 };
 
+use crate::capture::{self, Capture, CaptureRows, Captured};
 use crate::device::{self, Place};
 use crate::elastic::Governor;
 use crate::error::EngineError;
@@ -25,6 +26,8 @@ use crate::prefix::PrefixCache;
 use crate::rows::RowReader;
 use crate::state::{PagePool, Sequence};
 use crate::stats::Stats;
+use crate::steer::file::Shape;
+use crate::steer::{SteerVectors, Steering};
 use crate::tap::RoutingTap;
 
 /// A model as far as it is known before weights are loaded.
@@ -39,6 +42,10 @@ pub struct Opened {
     pub store: StoreSpec,
     /// Choices.
     pub options: EngineOptions,
+    /// Vectors that steer.
+    pub steer: Arc<SteerVectors>,
+    /// Places that are captured.
+    captured: TapSet,
 }
 
 impl Opened {
@@ -62,13 +69,20 @@ impl Opened {
         let spec = forebay_models::read_with(access, &catalog)?;
         let streams = matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
         let pilot = streams && options.prefetch != Prefetch::Off;
-        let program = Arc::new(lower_with(&spec, options.precision(), pilot));
+        let shape = Shape { layers: spec.layers.len(), width: spec.hidden_size };
+        let steer = Arc::new(SteerVectors::read(&options.steer, shape)?);
+        let routed = |layer: usize| spec.layers[layer].ffn.routed.is_some();
+        let captured = capture::taps(&options.capture, shape.layers, &routed)?;
+        let mut taps = steer.taps();
+        taps.extend(captured.iter());
+        let extras = Extras { pilot, taps };
+        let program = Arc::new(lower_with(&spec, options.precision(), extras));
         let layers = spec.layers.iter().enumerate().filter_map(|(layer, l)| {
             let routed = l.ffn.routed.as_ref()?;
             Some(LayerExperts { layer, experts: routed.experts.weights.clone() })
         });
         let store = StoreSpec { layers: layers.collect() };
-        Ok(Opened { catalog, spec, program, store, options })
+        Ok(Opened { catalog, spec, program, store, options, steer, captured })
     }
 
     /// The budget in bytes.
@@ -92,6 +106,7 @@ impl Opened {
             store: &self.store,
             options: &self.options,
             tensors: self.catalog.tensors.len(),
+            steer_bytes: self.steer.bytes(),
         }
     }
 }
@@ -136,11 +151,16 @@ pub struct Engine {
     pub(crate) logits: Vec<f32>,
     pub(crate) pilot: Pilot,
     pub(crate) taps: Vec<Box<dyn RoutingTap>>,
+    pub(crate) steer: Arc<SteerVectors>,
+    /// How sequences are steered of which nothing is said.
+    pub(crate) steering: Option<Arc<Steering>>,
+    pub(crate) capture: Option<Capture>,
+    captured: TapSet,
     pub(crate) governor: Option<Governor>,
     pub(crate) elastic: ElasticShape,
     files: Arc<FileSet>,
     embedding: Embedding,
-    level: Level,
+    pub(crate) level: Level,
     gpu: Option<Gpu>,
     /// Why a GPU that is there was not taken.
     reason: Option<String>,
@@ -180,6 +200,8 @@ struct Loaded {
     program: Arc<Program>,
     plan: MemoryPlan,
     options: EngineOptions,
+    steer: Arc<SteerVectors>,
+    captured: TapSet,
     files: Arc<FileSet>,
     backend: Box<dyn Backend>,
     store: Option<Box<dyn ExpertStore>>,
@@ -197,7 +219,8 @@ impl Engine {
             Place::Cpu(reason) => reason,
         };
         let plan = opened.plan_input().plan(opened.budget()?)?;
-        let Opened { catalog, mut spec, program, store: store_spec, options } = opened;
+        let Opened { catalog, mut spec, program, store: store_spec, options, steer, captured } =
+            opened;
         drop_experts(&mut spec);
         let mut files = FileSet::open(&catalog.files, options.io)?;
         if let Some(also) = &options.also {
@@ -237,6 +260,8 @@ impl Engine {
             program,
             plan,
             options,
+            steer,
+            captured,
             files,
             backend: Box::new(backend),
             store,
@@ -266,13 +291,15 @@ impl Engine {
             threads,
             progress,
         )?;
-        let Opened { mut spec, program, options, .. } = opened;
+        let Opened { mut spec, program, options, steer, captured, .. } = opened;
         drop_experts(&mut spec);
         Ok(Engine::assemble(Loaded {
             spec,
             program,
             plan,
             options,
+            steer,
+            captured,
             files,
             backend: Box::new(backend),
             store: None,
@@ -320,6 +347,10 @@ impl Engine {
             logits: Vec::new(),
             pilot,
             taps: Vec::new(),
+            steering: loaded.steer.all(),
+            steer: loaded.steer,
+            capture: None,
+            captured: loaded.captured,
             elastic,
             files,
             embedding: loaded.embedding,
@@ -338,9 +369,32 @@ impl Engine {
         self.gpu.as_ref()?.copy_bandwidth().ok()
     }
 
-    /// An empty sequence.
+    /// An empty sequence, steered as [`steer_by_default`](Self::steer_by_default) says.
     pub fn new_sequence(&self) -> Sequence {
-        Sequence::new(&self.pages)
+        Sequence::steered(&self.pages, self.steering.clone())
+    }
+
+    /// Vectors that can steer sequences.
+    pub fn steer_vectors(&self) -> &Arc<SteerVectors> {
+        &self.steer
+    }
+
+    /// How sequences are steered of which nothing else is said: by all vectors, unless told here.
+    pub fn steer_by_default(&mut self, steering: Option<Arc<Steering>>) {
+        self.steering = steering;
+    }
+
+    /// Captures the points of the options from now on, into a safetensors file; what was captured before is given up.
+    pub fn capture(&mut self, out: &Path, rows: CaptureRows) -> Result<(), EngineError> {
+        self.capture = None;
+        let wanted = self.captured.clone();
+        self.capture = Some(Capture::begin(out, rows, wanted, &self.program)?);
+        Ok(())
+    }
+
+    /// Ends the capture and writes its file. None: nothing was captured.
+    pub fn finish_capture(&mut self) -> Result<Option<Captured>, EngineError> {
+        self.capture.take().map(Capture::finish).transpose()
     }
 
     /// Pages of the classes that a sequence takes at most while it grows to `positions`. Sequences whose sums stay

@@ -46,6 +46,17 @@ pub enum EngineError {
         /// Why, and what to choose instead.
         instead: String,
     },
+    /// A steering vector cannot be used.
+    #[error(transparent)]
+    Steer(#[from] crate::steer::SteerError),
+    /// What is captured could not be written.
+    #[error("writing what is captured: {}: {error}", path.display())]
+    Capture {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the system said.
+        error: std::io::Error,
+    },
     /// More tokens than the context holds.
     #[error(
         "the prompt has {prompt} tokens and the context holds {context}: shorten it, or raise --context"
@@ -100,6 +111,10 @@ impl EngineError {
             EngineError::BudgetTooSmall { .. } => "BudgetTooSmall",
             EngineError::Refused { .. } => "Unsupported",
             EngineError::ContextExceeded { .. } | EngineError::BadToken { .. } => "BadValue",
+            EngineError::Steer(crate::steer::SteerError::Files(e)) => e.class(),
+            EngineError::Steer(crate::steer::SteerError::Io { .. }) => "Io",
+            EngineError::Steer(_) => "BadValue",
+            EngineError::Capture { .. } => "Io",
             EngineError::Cancelled => "Cancelled",
         }
     }

@@ -9,12 +9,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay_program::{ExpertMatrices, MoeId, Pass, Segment, SequenceTables};
+use forebay_program::{ExpertMatrices, MoeId, Op, Pass, Segment, SequenceTables};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::pilot::Hint;
 use crate::state::Sequence;
+use crate::steer::SteeredRows;
 
 /// Rows to compute.
 #[derive(Clone, Debug, Default)]
@@ -79,14 +80,21 @@ impl Engine {
         let tables: Vec<SequenceTables<'_>> = sequences.iter().map(|s| s.tables()).collect();
         let pass =
             Pass { positions: &positions, row_sequence: &batch.row_sequence, sequences: &tables };
+        let steered = steered_rows(batch, sequences);
+        if let Some(capture) = &mut self.capture {
+            capture.pass(&positions, &batch.tokens, &batch.logit_rows)?;
+        }
         self.govern();
         let clock = Instant::now();
-        let result = self.run_pass(&pass, batch, control, sink);
+        let result = self.run_pass(&pass, batch, &steered, control, sink);
         self.pilot.passed(pass.rows(), clock.elapsed());
         if let (Err(_), Some(store)) = (&result, &mut self.store) {
             store.end();
         }
         result?;
+        if let Some(capture) = &mut self.capture {
+            capture.passed();
+        }
         for (s, rows) in sequences.iter_mut().zip(added) {
             s.commit(&mut self.pages, rows);
         }
@@ -121,6 +129,7 @@ impl Engine {
         &mut self,
         pass: &Pass<'_>,
         batch: &Batch,
+        steered: &SteeredRows,
         control: &mut Control<'_>,
         sink: LogitSink<'_>,
     ) -> Result<(), EngineError> {
@@ -143,14 +152,45 @@ impl Engine {
                 return Err(EngineError::Cancelled);
             }
             let (body, router) = segment.ops.split_at(segment.router);
-            timed(&mut self.stats.phases.body, || self.backend.run(pass, body))?;
-            timed(&mut self.stats.phases.router, || self.backend.run(pass, router))?;
+            let clock = Instant::now();
+            self.run_tapped(pass, body, steered)?;
+            self.stats.phases.body += clock.elapsed();
+            let clock = Instant::now();
+            self.run_tapped(pass, router, steered)?;
+            self.stats.phases.router += clock.elapsed();
             if let Some(moe) = segment.moe {
                 self.run_experts(pass, moe, segment, control)?;
             }
             (control.progress)(index + 1, total);
         }
         self.logits(batch, sink)
+    }
+
+    /// Runs operations up to each tap, and does there what is to be done. Without taps this is one run.
+    fn run_tapped(
+        &mut self,
+        pass: &Pass<'_>,
+        ops: &[Op],
+        steered: &SteeredRows,
+    ) -> Result<(), EngineError> {
+        for part in ops.split_inclusive(|op| matches!(op, Op::Tap(_))) {
+            let Some((Op::Tap(tap), plain)) = part.split_last() else {
+                self.backend.run(pass, part)?;
+                continue;
+            };
+            self.backend.run(pass, plain)?;
+            let rows = self.backend.buffer(tap.buf, pass.rows());
+            let rows = rows.expect("programs with taps are for backends that show their buffers");
+            let width = self.program.buffers[tap.buf.0].width;
+            for (range, steering) in steered {
+                let part = &mut rows[range.start * width..range.end * width];
+                self.steer.apply(self.level, tap, steering, part);
+            }
+            if let Some(capture) = &mut self.capture {
+                capture.tapped(tap, rows, width)?;
+            }
+        }
+        Ok(())
     }
 
     /// Hands out the logits of the rows that want them.
@@ -183,6 +223,9 @@ impl Engine {
         let routing = self.backend.routing(id);
         for tap in &mut self.taps {
             tap.routed(id.0, moe.top_k, routing);
+        }
+        if let Some(capture) = &mut self.capture {
+            capture.chosen(moe.layer, moe.top_k, routing)?;
         }
         let chosen = union(&routing.ids, moe.n_experts);
         self.pilot.chosen(id, &chosen);
@@ -243,6 +286,20 @@ fn union(ids: &[u16], n_experts: usize) -> Vec<u16> {
     let mut union: Vec<u16> = (0..n_experts as u16).filter(|&e| count[e as usize] > 0).collect();
     union.sort_by_key(|&e| std::cmp::Reverse(count[e as usize]));
     union
+}
+
+/// Ranges of rows whose sequences are steered.
+fn steered_rows(batch: &Batch, sequences: &[&mut Sequence]) -> SteeredRows {
+    let mut start = 0;
+    let mut steered = Vec::new();
+    for rows in batch.row_sequence.chunk_by(|a, b| a == b) {
+        let range = start..start + rows.len();
+        start = range.end;
+        if let Some(steering) = sequences[rows[0] as usize].steering() {
+            steered.push((range, steering.clone()));
+        }
+    }
+    steered
 }
 
 /// Position of each row.

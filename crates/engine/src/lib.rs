@@ -4,13 +4,14 @@
 //! goes to a GPU), [`state`] (sequences and their KV pages), [`prefix`] (beginnings that requests share)
 //! and [`session`] (the same on disk), [`forward`] (one batch through the program: the driver),
 //! [`sampler`], [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while
-//! running), [`tap`] (seeing choices), [`predict`] (what a budget would give).
+//! running), [`tap`] (seeing choices), [`steer`] and [`capture`] (changing and keeping what passes), [`predict`] (what a budget would give).
 //!
 //! What is not here: kernels (`forebay-cpu`), reads and the expert cache (`forebay-store`), text
 //! (`forebay-text`).
 
 #![forbid(unsafe_code)]
 
+pub mod capture;
 pub mod device;
 mod elastic;
 pub mod engine;
@@ -27,8 +28,10 @@ pub mod sampler;
 pub mod session;
 pub mod state;
 pub mod stats;
+pub mod steer;
 pub mod tap;
 
+pub use capture::{CapturePoint, CaptureRows, Captured};
 pub use engine::Engine;
 pub use error::EngineError;
 pub use forward::{Batch, Control};
@@ -40,5 +43,6 @@ pub use sampler::{Sampler, SamplerParams};
 pub use session::SessionError;
 pub use state::Sequence;
 pub use stats::{Phases, Stats};
+pub use steer::{Mode, SteerError, SteerSource, SteerVectors, Steering};
 
 pub use forebay_store::{StoreSnapshot, heap, memory::own_bytes};

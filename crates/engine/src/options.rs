@@ -7,7 +7,9 @@ use forebay_cpu::attention::KvType;
 use forebay_program::Precision;
 use forebay_store::{IoEngine, IoMode, Policy, QueueDepth};
 
+use crate::capture::CapturePoint;
 use crate::pilot::Prefetch;
+use crate::steer::SteerSource;
 
 /// Total memory of the process.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,6 +92,10 @@ pub struct EngineOptions {
     pub level: Option<Level>,
     /// What computes.
     pub backend: BackendChoice,
+    /// Vectors that steer the residual stream.
+    pub steer: Vec<SteerSource>,
+    /// Points that can be captured: see [`crate::Engine::capture`].
+    pub capture: Vec<CapturePoint>,
     /// Bytes that the caller owns besides: tokenizer and the like.
     pub caller_bytes: u64,
     /// Further lines of the caller in the ledger: what for, and bytes.
@@ -120,6 +126,8 @@ impl Default for EngineOptions {
             elastic: true,
             level: None,
             backend: BackendChoice::Cpu,
+            steer: Vec::new(),
+            capture: Vec::new(),
             caller_bytes: 0,
             caller_lines: Vec::new(),
         }

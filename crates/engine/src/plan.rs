@@ -49,6 +49,11 @@ pub(crate) const EXPERTS_LINE: &str = "experts";
 /// Line of what the system takes.
 pub(crate) const RESERVE_LINE: &str = "kernel and cache reserve";
 
+/// Line of steering vectors.
+const STEER_LINE: &str = "steering vectors";
+/// Line of the buffers of a capture.
+const CAPTURE_LINE: &str = "capture";
+
 /// What kernel memory and page cache of a container get: `max(64 MiB, 3%)`.
 pub fn reserve_bytes(budget: u64) -> u64 {
     (64 * MIB).max(budget / 100 * 3)
@@ -91,6 +96,8 @@ pub struct PlanInput<'a> {
     pub options: &'a EngineOptions,
     /// Tensors in the checkpoint.
     pub tensors: usize,
+    /// Bytes of steering vectors.
+    pub steer_bytes: u64,
 }
 
 impl PlanInput<'_> {
@@ -256,6 +263,10 @@ impl PlanInput<'_> {
         let matrices = self.store.n_experts_total() * 3 + self.tensors;
         let threads = o.threads() + IO_THREADS;
         ledger.add("tokenizer", o.caller_bytes);
+        ledger.add(STEER_LINE, self.steer_bytes);
+        if !o.capture.is_empty() {
+            ledger.add(CAPTURE_LINE, crate::capture::CAPTURE_BYTES);
+        }
         o.caller_lines.iter().for_each(|&(what, bytes)| ledger.add(what, bytes));
         ledger.add("description of the model", matrices as u64 * BYTES_PER_TENSOR);
         // Half a stack at most is touched; the rest is address space.

@@ -3,12 +3,13 @@
 //! A kept beginning is a [`Snapshot`] with the tokens that it holds. It lives on pages that running
 //! sequences leave free and goes, least lately used first, when one of them needs a page. A sequence that
 //! begins with one computes the same bits as without: keys, values and states do not depend on who computed
-//! them, or in which chunks.
+//! them, or in which chunks. How they were steered is part of what they are: only a sequence that is steered alike begins with one.
 
 use std::sync::Arc;
 
 use crate::engine::Engine;
 use crate::state::{PagePool, Sequence, Snapshot};
+use crate::steer::Steering;
 
 /// More beginnings than this are not kept: each is looked at when a request comes.
 const MAX_KEPT: usize = 256;
@@ -41,6 +42,10 @@ impl Kept {
     fn tokens(&self) -> &[u32] {
         &self.tokens[..self.snapshot.len()]
     }
+
+    fn is_steered_as(&self, snapshot: &Snapshot) -> bool {
+        self.snapshot.steering() == snapshot.steering()
+    }
 }
 
 impl PrefixCache {
@@ -60,7 +65,8 @@ impl PrefixCache {
         latest.sort_by_key(|kept| std::cmp::Reverse(kept.used));
         let begins_another = |kept: &&Kept| {
             let longer = |other: &Kept| other.tokens().len() > kept.tokens().len();
-            self.kept.iter().any(|other| longer(other) && other.tokens().starts_with(kept.tokens()))
+            let mut others = self.kept.iter().filter(|other| other.is_steered_as(&kept.snapshot));
+            others.any(|other| longer(other) && other.tokens().starts_with(kept.tokens()))
         };
         latest.retain(|kept| all || !begins_another(kept));
         latest.into_iter().map(|kept| (kept.tokens(), &kept.snapshot)).collect()
@@ -77,18 +83,27 @@ impl PrefixCache {
 
     /// A sequence that holds as much of `prompt` as is kept, but never all of it: the last token's logits
     /// have to be computed.
-    fn begin(&mut self, pool: &mut PagePool, prompt: &[u32]) -> Sequence {
+    fn begin(
+        &mut self,
+        pool: &mut PagePool,
+        prompt: &[u32],
+        steering: Option<Arc<Steering>>,
+    ) -> Sequence {
+        let key = steering.as_ref().map(|s| s.key());
         let usable = |kept: &Kept| {
+            if kept.snapshot.steering() != key {
+                return 0;
+            }
             let common = kept.tokens().iter().zip(prompt).take_while(|(a, b)| a == b).count();
             kept.snapshot.usable(pool, common.min(prompt.len().saturating_sub(1)))
         };
         let best = self.kept.iter().enumerate().map(|(i, kept)| (usable(kept), i)).max();
         let Some((len, index)) = best.filter(|(len, _)| *len > 0) else {
-            return Sequence::new(pool);
+            return Sequence::steered(pool, steering);
         };
         self.clock += 1;
         self.kept[index].used = self.clock;
-        Sequence::begin(pool, &self.kept[index].snapshot, len)
+        Sequence::begin(pool, &self.kept[index].snapshot, len, steering)
     }
 
     pub(crate) fn keep(
@@ -100,7 +115,9 @@ impl PrefixCache {
     ) {
         self.clock += 1;
         let new = Kept { tokens: tokens.clone(), snapshot, origin, used: self.clock };
-        if let Some(same) = self.kept.iter_mut().find(|kept| kept.tokens() == new.tokens()) {
+        let same =
+            |kept: &&mut Kept| kept.tokens() == new.tokens() && kept.is_steered_as(&new.snapshot);
+        if let Some(same) = self.kept.iter_mut().find(same) {
             same.used = new.used;
             return new.snapshot.release(pool);
         }
@@ -118,7 +135,12 @@ impl PrefixCache {
 impl Engine {
     /// A sequence for `prompt` that begins with what is kept of it; its length says how much that is.
     pub fn begin(&mut self, prompt: &[u32]) -> Sequence {
-        self.prefixes.begin(&mut self.pages, prompt)
+        self.begin_steered(prompt, self.steering.clone())
+    }
+
+    /// The same for a sequence that is steered in this way, or not at all.
+    pub fn begin_steered(&mut self, prompt: &[u32], steering: Option<Arc<Steering>>) -> Sequence {
+        self.prefixes.begin(&mut self.pages, prompt, steering)
     }
 
     /// Keeps the first `len` positions of `sequence`, whose tokens are `tokens`, for later. `len` is rounded

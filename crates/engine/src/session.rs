@@ -14,7 +14,10 @@ use crate::prefix::Origin;
 use crate::state::Snapshot;
 
 const MAGIC: &[u8; 16] = b"forebay session\n";
+/// Of a beginning that was not steered.
 const VERSION: u32 = 1;
+/// Of one that was: who knows only the first version must not take it for the other kind.
+const VERSION_STEERED: u32 = 2;
 const EXTENSION: &str = "session";
 /// Bytes of each end of a model's file that are part of its identity.
 const IDENTITY_BYTES: u64 = 1 << 20;
@@ -65,6 +68,9 @@ struct Header {
     /// Precision and KV type.
     numbers: String,
     tokens: Vec<u32>,
+    /// How it was steered: a hash over vectors, modes and strengths.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    steering: Option<String>,
     /// First page that is there, per class; the last is the last of the tokens.
     first_pages: Vec<usize>,
     /// Bytes of all pages and the state.
@@ -168,10 +174,11 @@ impl Engine {
             self.backend.save_state(state, &mut body).then_some(())?;
         }
         let header = Header {
-            version: VERSION,
+            version: if snapshot.steering().is_some() { VERSION_STEERED } else { VERSION },
             model: model.to_owned(),
             numbers: self.numbers_text(),
             tokens: tokens.to_vec(),
+            steering: snapshot.steering().map(|key| blake3::Hash::from(key).to_hex().to_string()),
             first_pages,
             body_bytes: body.len() as u64,
         };
@@ -207,10 +214,15 @@ impl Engine {
             format!("{} of model {}", parsed.numbers, &parsed.model.get(..8).unwrap_or("?"));
         if parsed.model != model
             || parsed.numbers != self.numbers_text()
-            || parsed.version != VERSION
+            || ![VERSION, VERSION_STEERED].contains(&parsed.version)
         {
             let wanted = format!("{} of model {}", self.numbers_text(), &model[..8]);
             return Err(SessionError::Other { path: path.to_owned(), found, wanted });
+        }
+        let key = parsed.steering.as_deref().map(blake3::Hash::from_hex).transpose();
+        let steering = key.map_err(|_| damaged("its steering is no hash"))?.map(blake3::Hash::into);
+        if steering.is_some() != (parsed.version == VERSION_STEERED) {
+            return Err(damaged("its version does not say how it was steered"));
         }
         // From here on the shape is known, and with it how long the body must be.
         let block = self.block();
@@ -252,7 +264,8 @@ impl Engine {
         if hasher.finalize() != hash {
             return Err(damaged("its hash does not match"));
         }
-        let Some(snapshot) = Snapshot::allocate(&mut self.pages, tokens, &parsed.first_pages)
+        let Some(snapshot) =
+            Snapshot::allocate(&mut self.pages, tokens, &parsed.first_pages, steering)
         else {
             return Ok(false);
         };

@@ -10,10 +10,17 @@
 //! who goes on from a boundary takes a new page. A recurrent state is shared at exactly the position it was
 //! left at, and a pass fills another slot than it reads.
 //!
+//! What keys, values and states are depends on how their sequence was steered: a snapshot says how, and only sequences that are
+//! steered alike begin with it.
+//!
 //! Bytes of pages belong to the backend; here are only indices. What is kept for later: [`crate::prefix`].
+
+use std::sync::Arc;
 
 use forebay_cpu::attention::BLOCK;
 use forebay_program::SequenceTables;
+
+use crate::steer::{SteerKey, Steering};
 
 /// No page: never written, or given back.
 const NONE: u32 = u32::MAX;
@@ -140,6 +147,7 @@ pub struct Snapshot {
     tables: Vec<Vec<u32>>,
     state: u32,
     len: usize,
+    steering: Option<SteerKey>,
 }
 
 impl Snapshot {
@@ -181,6 +189,11 @@ impl Snapshot {
         }
     }
 
+    /// How the sequence was steered that it is of.
+    pub fn steering(&self) -> Option<SteerKey> {
+        self.steering
+    }
+
     /// Tables and slot, for who saves the bytes.
     pub(crate) fn parts(&self) -> (&[Vec<u32>], u32) {
         (&self.tables, self.state)
@@ -188,8 +201,14 @@ impl Snapshot {
 
     /// New pages and a slot for `len` positions; of each class the pages from `first[class]` on. None: the
     /// pool has too few.
-    pub(crate) fn allocate(pool: &mut PagePool, len: usize, first: &[usize]) -> Option<Snapshot> {
-        let mut snapshot = Snapshot { tables: vec![Vec::new(); first.len()], state: 0, len };
+    pub(crate) fn allocate(
+        pool: &mut PagePool,
+        len: usize,
+        first: &[usize],
+        steering: Option<SteerKey>,
+    ) -> Option<Snapshot> {
+        let tables = vec![Vec::new(); first.len()];
+        let mut snapshot = Snapshot { tables, state: 0, len, steering };
         let mut complete = true;
         for ((class, first), table) in pool.classes.iter_mut().zip(first).zip(&mut snapshot.tables)
         {
@@ -225,19 +244,32 @@ pub struct Sequence {
     /// Slot that holds the state after `len` tokens (0 at the start), and the one to fill.
     state: [u32; 2],
     len: usize,
+    steering: Option<Arc<Steering>>,
 }
 
 impl Sequence {
     /// An empty sequence for a pool.
     pub fn new(pool: &PagePool) -> Sequence {
-        Sequence { tables: vec![Vec::new(); pool.windows.len()], state: [0; 2], len: 0 }
+        Sequence::steered(pool, None)
     }
 
-    /// A sequence that begins with the first `len` positions of a snapshot; `len` is
+    /// An empty sequence whose rows are steered.
+    pub fn steered(pool: &PagePool, steering: Option<Arc<Steering>>) -> Sequence {
+        Sequence { tables: vec![Vec::new(); pool.windows.len()], state: [0; 2], len: 0, steering }
+    }
+
+    /// A sequence that begins with the first `len` positions of a snapshot, which is of one that was steered alike; `len` is
     /// [usable](Snapshot::usable).
-    pub fn begin(pool: &mut PagePool, snapshot: &Snapshot, len: usize) -> Sequence {
+    pub fn begin(
+        pool: &mut PagePool,
+        snapshot: &Snapshot,
+        len: usize,
+        steering: Option<Arc<Steering>>,
+    ) -> Sequence {
         assert_eq!(len, snapshot.usable(pool, len), "a length at which the snapshot is usable");
-        let mut sequence = Sequence::new(pool);
+        let key = steering.as_ref().map(|s| s.key());
+        assert_eq!(key, snapshot.steering, "a snapshot of what was steered alike");
+        let mut sequence = Sequence::steered(pool, steering);
         sequence.len = len;
         for (class, table) in snapshot.tables.iter().enumerate() {
             sequence.tables[class] =
@@ -248,6 +280,11 @@ impl Sequence {
             sequence.state[0] = snapshot.state;
         }
         sequence
+    }
+
+    /// How its rows are steered.
+    pub fn steering(&self) -> Option<&Arc<Steering>> {
+        self.steering.as_ref()
     }
 
     /// Positions that are done.
@@ -327,7 +364,8 @@ impl Sequence {
         if let Some(states) = &mut pool.states {
             states.share(self.state[0]);
         }
-        Some(Snapshot { tables, state: self.state[0], len })
+        let steering = self.steering.as_ref().map(|s| s.key());
+        Some(Snapshot { tables, state: self.state[0], len, steering })
     }
 
     /// Gives all pages back; the sequence is empty again.
@@ -418,7 +456,7 @@ mod tests {
                         let mut born = (Sequence::new(&pool), Vec::new());
                         if let Some((snapshot, history)) = kept.get(which) {
                             let len = snapshot.usable(&pool, snapshot.len() - rows % 2 * BLOCK);
-                            born = (Sequence::begin(&mut pool, snapshot, len), history[..len].to_vec());
+                            born = (Sequence::begin(&mut pool, snapshot, len, None), history[..len].to_vec());
                         }
                         if live.len() < 4 { live.push(born); } else { born.0.release(&mut pool); }
                     }

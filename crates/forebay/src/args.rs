@@ -14,6 +14,8 @@ use forebay_engine::{
 };
 use forebay_store::Policy;
 
+use crate::taps::{CaptureArg, CaptureRowsArg, SteerArg};
+
 /// Runs Mixture-of-Experts language models that are larger than memory.
 #[derive(Debug, Parser)]
 #[command(
@@ -230,6 +232,11 @@ pub struct Options {
     /// Where to compute.
     #[arg(long, env = "FOREBAY_BACKEND", value_enum, default_value = "auto")]
     pub backend: BackendArg,
+    /// Steer with the directions of a file (safetensors, or a control vector in GGUF), [NAME=]FILE[:KEY=VALUE,...]; may be given
+    /// several times. Keys: point (feed-forward, attention), mode (add, ablate, clamp with min and max, renormalise), strength,
+    /// layers (a-b). In serve and batch, vectors with a name act on requests that name them in `steer`.
+    #[arg(long, env = "FOREBAY_STEER", value_name = "FILE")]
+    pub steer: Vec<SteerArg>,
     /// Vector instructions; the widest unless told. Results do not depend on it.
     #[arg(long, env = "FOREBAY_SIMD", value_name = "scalar|avx2|avx512|neon")]
     pub simd: Option<Level>,
@@ -436,6 +443,7 @@ impl Options {
                 BackendArg::Cuda => BackendChoice::Cuda,
             },
             level: self.simd,
+            steer: self.steer.iter().map(|arg| arg.0.clone()).collect(),
             ..EngineOptions::default()
         })
     }
@@ -546,6 +554,16 @@ pub struct RunArgs {
     /// End the answer before this text; may be given several times.
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
+    /// Capture what passes these points into a safetensors file, POINT[@a-b] with layers a to b: attention, feed-forward (the
+    /// residual stream after each), router (logits), choice (experts and weights).
+    #[arg(long, value_delimiter = ',', value_name = "POINT,...", requires = "capture_out")]
+    pub capture: Vec<CaptureArg>,
+    /// Which rows are captured.
+    #[arg(long, value_enum, default_value = "all", requires = "capture")]
+    pub capture_rows: CaptureRowsArg,
+    /// Where what is captured goes.
+    #[arg(long, value_name = "FILE", requires = "capture")]
+    pub capture_out: Option<PathBuf>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// End with speed, hit rate, bytes and memory.

@@ -14,6 +14,7 @@ mod measure;
 mod model;
 mod odd;
 mod profile;
+mod taps;
 mod term;
 mod warm;
 

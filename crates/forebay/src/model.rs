@@ -164,6 +164,9 @@ pub fn load_with(
     })?;
     drop(bar);
     let load_s = start.elapsed().as_secs_f64();
+    for vector in engine.steer_vectors().describe() {
+        note!("note: steering: {vector}");
+    }
     for note in engine.notes().iter().chain(&engine.spec.notes) {
         note!("note: {note}");
     }

@@ -9,8 +9,8 @@ use forebay_models::{
 use forebay_quant::{ActOrder, Format};
 
 use crate::op::*;
-use crate::tap::{Point, Tap, TapSet};
 use crate::scratch::{self, Life};
+use crate::tap::{Point, Tap, TapSet};
 
 /// What a program has besides the model's own operations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_engine::SamplerParams;
+use forebay_engine::{SamplerParams, Steering};
 
 /// What to answer, and how.
 pub struct Job {
@@ -20,6 +20,8 @@ pub struct Job {
     pub logprobs: Option<usize>,
     /// Lengths of the prompt at which others are likely to part from it, such as the end of a message.
     pub checkpoints: Vec<usize>,
+    /// How its rows are steered.
+    pub steering: Option<Arc<Steering>>,
     /// Rules that tokens must follow.
     pub constraint: Option<Box<dyn Constraint>>,
     /// Who hears of it.

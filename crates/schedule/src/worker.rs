@@ -189,7 +189,7 @@ impl Worker {
             bad.map(|&id| EngineError::BadToken { id, vocab })
         };
         let sequence = match fault {
-            None => self.engine.begin(&job.prompt),
+            None => self.engine.begin_steered(&job.prompt, job.steering.clone()),
             Some(_) => self.engine.new_sequence(),
         };
         let usage = Usage {

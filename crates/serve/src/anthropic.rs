@@ -153,6 +153,7 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         stops: fields.strings("stop_sequences", MAX_STOPS)?,
         n: 1,
         logprobs: None,
+        steering: service.steering_of(fields)?,
     })
 }
 

@@ -160,6 +160,7 @@ fn request(
         stops: options.strings("stop", MAX_STOPS)?,
         n: 1,
         logprobs: None,
+        steering: service.steering_of(fields)?,
     })
 }
 

@@ -147,6 +147,7 @@ pub(crate) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         stops: fields.strings("stop", MAX_STOPS)?,
         n: n(fields)?,
         logprobs,
+        steering: service.steering_of(fields)?,
     })
 }
 
@@ -186,6 +187,7 @@ pub(crate) fn completion_request(
         stops: fields.strings("stop", MAX_STOPS)?,
         n,
         logprobs,
+        steering: service.steering_of(fields)?,
     })
 }
 

@@ -73,6 +73,7 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         stops: Vec::new(),
         n: 1,
         logprobs: None,
+        steering: service.steering_of(fields)?,
     })
 }
 

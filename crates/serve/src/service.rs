@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use forebay_chat::{Answer, Delta, End, Format, Parsed, Tool};
-use forebay_engine::SamplerParams;
+use forebay_engine::{SamplerParams, SteerVectors, Steering};
 use forebay_schedule::{Flow, Job, Listener, Outcome, Refusal, Scheduler, Token, Usage};
 use forebay_text::{
     ChatRequest, ChatTemplate, Markers, Piece, Prompt, Specials, Tokenizer, render_prompt,
@@ -15,6 +15,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::error::{ApiError, Kind};
 use crate::fallback;
+use crate::fields::Fields;
 use crate::grammar::{Grammars, Reasons, Shape};
 use crate::record::Record;
 use crate::room::Encoding;
@@ -84,6 +85,9 @@ pub struct Service {
     pub(crate) encoding: Encoding,
     pub(crate) began: std::time::Instant,
     log_prompts: bool,
+    steer: Arc<SteerVectors>,
+    /// How the model is steered where a request says nothing.
+    steering: Option<Arc<Steering>>,
 }
 
 /// What to go on from.
@@ -129,6 +133,8 @@ pub(crate) struct Request {
     pub stops: Vec<String>,
     pub n: usize,
     pub logprobs: Option<usize>,
+    /// How the model is steered.
+    pub steering: Option<Arc<Steering>>,
 }
 
 /// A token with its log-probability, as text.
@@ -232,7 +238,44 @@ impl Service {
             encoding: Encoding::default(),
             began: std::time::Instant::now(),
             log_prompts: false,
+            steer: Arc::default(),
+            steering: None,
         }
+    }
+
+    /// Vectors that requests can name, and how the model is steered where one says nothing.
+    pub fn steer(&mut self, vectors: Arc<SteerVectors>, otherwise: Option<Arc<Steering>>) {
+        self.steer = vectors;
+        self.steering = otherwise;
+    }
+
+    /// How a request that says nothing is steered.
+    pub(crate) fn steering(&self) -> Option<Arc<Steering>> {
+        self.steering.clone()
+    }
+
+    /// What a request's field `steer` says: `{"name": strength}`, or true for the vector's own strength.
+    pub(crate) fn steering_of(
+        &self,
+        fields: Fields<'_>,
+    ) -> Result<Option<Arc<Steering>>, ApiError> {
+        let Some(value) = fields.get("steer") else { return Ok(self.steering()) };
+        let wrong = || {
+            let what = "must be an object of vectors' names and their strengths: numbers, or true";
+            fields.wrong("steer", what)
+        };
+        let mut chosen = Vec::new();
+        for (name, strength) in value.as_object().ok_or_else(wrong)? {
+            let strength = match strength {
+                Value::Bool(true) => None,
+                Value::Bool(false) => Some(0.0),
+                number => Some(number.as_f64().ok_or_else(wrong)? as f32),
+            };
+            chosen.push((name.as_str(), strength));
+        }
+        self.steer
+            .choose(chosen)
+            .map_err(|error| fields.wrong("steer", format_args!("is refused: {error}")))
     }
 
     /// Writes the texts of prompts to the log.
@@ -327,6 +370,7 @@ impl Service {
                 bias: bias.clone(),
                 logprobs: request.logprobs,
                 checkpoints: prepared.checkpoints.clone(),
+                steering: request.steering.clone(),
                 constraint,
                 listener: Box::new(Ear {
                     index,

@@ -62,6 +62,7 @@ impl Service {
             stops: options.stops.clone(),
             n: 1,
             logprobs: None,
+            steering: self.steering(),
         };
         Ok(Talk { answers: self.begin(&request, None)?, ready: Default::default(), over: false })
     }

@@ -48,7 +48,13 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let parallel = args.parallel.min(todo.len());
-    let load = serve::Load { parallel, contexts: args.contexts, queue: parallel, max_body: 0 };
+    let load = serve::Load {
+        parallel,
+        contexts: args.contexts,
+        queue: parallel,
+        max_body: 0,
+        steers_all: false,
+    };
     let (service, _peak) = serve::service(&args.model, &args.sampling, load, None)?;
     let service = Arc::new(service);
     let cancel = interruption();

@@ -43,7 +43,8 @@ pub trait Input {
 }
 
 /// One answer at a time, and no HTTP.
-const ALONE: serve::Load = serve::Load { parallel: 1, contexts: None, queue: 0, max_body: 0 };
+const ALONE: serve::Load =
+    serve::Load { parallel: 1, contexts: None, queue: 0, max_body: 0, steers_all: true };
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let (service, _peak) = serve::service(&args.model, &args.sampling, ALONE, None)?;

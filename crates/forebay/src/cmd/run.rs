@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use forebay_engine::generate::Next;
 use forebay_engine::{Control, Finish, GenerateParams, Sampler, Stats};
+use forebay_program::ledger::human;
 use forebay_text::{ChatRequest, Markers, Specials, StopMatcher, StreamDecoder, render_prompt};
 use serde_json::json;
 
@@ -24,13 +25,23 @@ const LONG_TEXT_BYTES: usize = 32 << 10;
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     args.sampling.params(None)?;
     let nothing_given = args.prompt.is_none() && args.prompt_ids.is_none();
-    if nothing_given && !args.json && !args.raw && std::io::stdin().is_terminal() {
+    if nothing_given
+        && args.capture.is_empty()
+        && !args.json
+        && !args.raw
+        && std::io::stdin().is_terminal()
+    {
         return crate::cmd::chat::run(args);
     }
     let text = prompt_text(&args)?;
     let wants_report = args.stats || args.json;
     let bandwidth = wants_report.then(|| bench::memory_bandwidth(&args.model.options));
-    let mut loaded = model::load(&args.model, |_| {})?;
+    let mut loaded = model::load(&args.model, |o| {
+        o.capture = args.capture.iter().map(|arg| arg.0.clone()).collect();
+    })?;
+    if let Some(out) = &args.capture_out {
+        loaded.engine.capture(out, args.capture_rows.into())?;
+    }
     let prompt = match (&args.prompt_ids, text) {
         (Some(path), _) => model::read_ids(path)?,
         (None, Some(text)) => encode(&loaded, &args, &text)?,
@@ -79,6 +90,10 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let generated = generated?;
     if let Some(e) = write_error {
         return Err(e.into());
+    }
+    if let (Some(captured), Some(out)) = (loaded.engine.finish_capture()?, &args.capture_out) {
+        let (rows, bytes, out) = (captured.rows, human(captured.bytes), out.display());
+        note!("note: captured {rows} rows, {bytes} in {out}");
     }
     loaded.warm.remember(&loaded.engine);
     loaded.check_budget();

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context;
+use forebay_engine::EngineError;
 use forebay_models::Layer;
 use forebay_schedule::{Scheduler, SchedulerOptions};
 use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service, Tls, room};
@@ -55,6 +56,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         contexts: args.contexts,
         queue: args.queue,
         max_body: args.max_body,
+        steers_all: false,
     };
     let (mut service, loaded) = service(&args.model, &args.sampling, load, args.name)?;
     if args.log_prompts {
@@ -126,6 +128,8 @@ pub struct Load {
     pub queue: usize,
     /// Largest body; 0 without HTTP.
     pub max_body: usize,
+    /// Whether steering vectors with a name act on requests that do not name them.
+    pub steers_all: bool,
 }
 
 /// A model that answers many at once. The second value lives as long as peak memory is to be measured.
@@ -135,7 +139,7 @@ pub fn service(
     load: Load,
     name: Option<String>,
 ) -> anyhow::Result<(Service, impl Sized + use<>)> {
-    let Load { parallel, contexts, queue, max_body } = load;
+    let Load { parallel, contexts, queue, max_body, steers_all } = load;
     let loaded = model::load_with(model, |options, tokenizer| {
         options.sequences = parallel;
         options.contexts = contexts;
@@ -177,12 +181,18 @@ pub fn service(
         budget: engine.plan.budget,
         ledger: engine.plan.ledger.items.iter().map(|item| (item.what, item.bytes)).collect(),
     };
+    let steer = engine.steer_vectors().clone();
+    let steering = match steers_all {
+        true => steer.all(),
+        false => steer.choose([]).map_err(EngineError::from)?,
+    };
     let defaults = defaults(sampling, recommended.as_ref());
     note!("{}", engine.plan.summary());
     let options = SchedulerOptions { sequences: parallel, queue };
     let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;
     scheduler.at_end(move |engine| warm.remember(engine));
-    let service = Service::new(info, scheduler, tokenizer, template, ends, defaults);
+    let mut service = Service::new(info, scheduler, tokenizer, template, ends, defaults);
+    service.steer(steer, steering);
     Ok((service, peak))
 }
 

@@ -93,6 +93,7 @@ pub fn job(prompt: &[u32], max_tokens: usize, sampling: SamplerParams, ear: Ear)
         bias: Arc::new([]),
         logprobs: Some(3),
         checkpoints: Vec::new(),
+        steering: None,
         constraint: None,
         listener: Box::new(ear),
     }
