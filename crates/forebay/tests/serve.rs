@@ -691,3 +691,62 @@ fn biases_and_echoes() {
         assert!(response.status == 400 && response.body.contains(word), "{}", response.body);
     }
 }
+
+/// Requests name vectors; what is steered in different ways runs side by side and shares no beginnings.
+#[test]
+fn requests_are_steered_by_name() {
+    let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/taps/gpt_oss/directions.safetensors");
+    let calm = format!("calm={}:mode=renormalise", file.display());
+    let bold = format!("bold={}:strength=-1", file.display());
+    let steer = ["--temp", "0", "--context", "512", "--steer", &calm, "--steer", &bold];
+    let server = Server::start(&model(GPT_OSS), &steer);
+    let plain = text(&SERVER.good(CHAT, &chat(json!({})))).to_owned();
+    let kinds = [
+        json!({}),
+        json!({ "steer": {} }),
+        json!({ "steer": { "calm": true } }),
+        json!({ "steer": { "calm": 1.0 } }),
+        json!({ "steer": { "bold": 1.5 } }),
+        json!({ "steer": { "bold": 1.5, "calm": 0.7 } }),
+    ];
+    let ask = |kind: &Value| text(&server.good(CHAT, &chat(kind.clone()))).to_owned();
+    let alone: Vec<String> = kinds.iter().map(ask).collect();
+    assert!(alone[0] == plain && alone[1] == plain && alone[2] == alone[3]);
+    for (i, one) in alone.iter().enumerate().skip(2).filter(|(i, _)| *i != 3) {
+        assert!(alone.iter().take(i).filter(|other| *other == one).count() == 0, "{i}: {alone:?}");
+    }
+    // Again, all at once, with what is kept of the first time.
+    let together: Vec<String> = std::thread::scope(|scope| {
+        let asked: Vec<_> = kinds.iter().map(|kind| scope.spawn(|| ask(kind))).collect();
+        asked.into_iter().map(|answer| answer.join().unwrap()).collect()
+    });
+    assert_eq!(together, alone);
+    for (route, body) in [
+        ("/v1/completions", json!({ "prompt": "Once", "steer": { "bold": 1.5 } })),
+        (
+            "/v1/responses",
+            json!({ "input": "Once", "max_output_tokens": 4, "steer": { "bold": 1.5 } }),
+        ),
+        (
+            "/v1/messages",
+            json!({ "messages": user("Once"), "max_tokens": 4, "steer": { "bold": 1.5 } }),
+        ),
+        (
+            "/api/generate",
+            json!({ "prompt": "Once", "stream": false, "options": { "num_predict": 4 }, "steer": { "bold": 1.5 } }),
+        ),
+    ] {
+        server.good(route, &body);
+    }
+    for (steer, word) in [
+        (json!({ "wild": 1 }), "wild"),
+        (json!({ "calm": "much" }), "numbers"),
+        (json!([1]), "object"),
+        (json!({ "calm": 1e300 }), "finite"),
+    ] {
+        let refused = server.post(CHAT, &chat(json!({ "steer": steer })));
+        assert_eq!(refused.status, 400, "{}", refused.body);
+        assert!(refused.body.contains(word) && refused.body.contains("steer"), "{}", refused.body);
+    }
+}
