@@ -124,6 +124,7 @@ impl Program {
             Op::Route { .. } => "route".into(),
             Op::Guess { .. } => "guess".into(),
             Op::Combine { .. } => "combine experts".into(),
+            Op::Tap(tap) => format!("tap {}", tap.point),
         }
     }
 
