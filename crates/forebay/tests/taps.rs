@@ -247,7 +247,13 @@ fn taps_are_all_that_they_add(#[values("gpt_oss", "mixtral", "gemma4", "qwen3_5"
 #[test]
 fn the_ledger_knows_what_is_asked_for() {
     let ledger = |options: &[&str]| {
-        let report = json(forebay().arg("inspect").arg(model(GPT_OSS)).arg("--json").args(options));
+        let report = json(
+            forebay()
+                .arg("inspect")
+                .arg(model(GPT_OSS))
+                .args(["--json", "--memory", "1GiB"])
+                .args(options),
+        );
         report["ledger"].as_array().unwrap().clone()
     };
     let plain = ledger(&[]);

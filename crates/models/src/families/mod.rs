@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::error::ModelError;
 use crate::spec::ModelSpec;
 
-mod decoder;
+pub(crate) mod decoder;
 mod gemma3;
 mod gemma4;
 mod gpt_oss;
