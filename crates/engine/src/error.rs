@@ -4,6 +4,8 @@ use forebay_cuda::CudaError;
 use forebay_program::BackendError;
 use forebay_program::ledger::human;
 
+use crate::steer::SteerError;
+
 /// Errors of the engine.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -48,7 +50,7 @@ pub enum EngineError {
     },
     /// A steering vector cannot be used.
     #[error(transparent)]
-    Steer(#[from] crate::steer::SteerError),
+    Steer(Box<SteerError>),
     /// What is captured could not be written.
     #[error("writing what is captured: {}: {error}", path.display())]
     Capture {
@@ -86,6 +88,12 @@ pub enum EngineError {
     Cancelled,
 }
 
+impl From<SteerError> for EngineError {
+    fn from(e: SteerError) -> EngineError {
+        EngineError::Steer(Box::new(e))
+    }
+}
+
 impl From<CudaError> for EngineError {
     fn from(e: CudaError) -> EngineError {
         EngineError::Cuda(e.into())
@@ -111,9 +119,11 @@ impl EngineError {
             EngineError::BudgetTooSmall { .. } => "BudgetTooSmall",
             EngineError::Refused { .. } => "Unsupported",
             EngineError::ContextExceeded { .. } | EngineError::BadToken { .. } => "BadValue",
-            EngineError::Steer(crate::steer::SteerError::Files(e)) => e.class(),
-            EngineError::Steer(crate::steer::SteerError::Io { .. }) => "Io",
-            EngineError::Steer(_) => "BadValue",
+            EngineError::Steer(e) => match e.as_ref() {
+                SteerError::Files(e) => e.class(),
+                SteerError::Io { .. } => "Io",
+                _ => "BadValue",
+            },
             EngineError::Capture { .. } => "Io",
             EngineError::Cancelled => "Cancelled",
         }

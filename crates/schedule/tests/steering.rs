@@ -91,8 +91,8 @@ fn rows_of_one_batch_are_steered_by_themselves() {
         let mut engine = steered(model, dir.path(), |o| o.sequences = 4);
         let kinds = kinds(&engine);
         let prompts: Vec<Vec<u32>> = (0..4).map(|i| prompt(1, 9 + 3 * i)).collect();
-        // Alone.
-        let mut want = Vec::new();
+        // Alone: [kind][step].
+        let mut want: Vec<Vec<Vec<u32>>> = Vec::new();
         for (tokens, steering) in prompts.iter().zip(&kinds) {
             let mut sequence = engine.begin_steered(tokens, steering.clone());
             let mut tokens = tokens.clone();
@@ -125,8 +125,8 @@ fn rows_of_one_batch_are_steered_by_themselves() {
                 })
             })
             .unwrap();
-            for (i, got) in got.iter().enumerate() {
-                assert!(*got == want[i][step], "{model}: kind {i}, step {step}");
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert!(*got == want[step], "{model}: kind {i}, step {step}");
             }
         }
         sequences.iter_mut().for_each(|s| engine.release(s));
