@@ -12,6 +12,7 @@ use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{BackendChoice, EngineOptions, ResidencyChoice};
 use crate::plan::{MemoryPlan, PlanInput, sequence_memory};
+use crate::speculate::DrafterChoice;
 
 /// Rows of a prefill chunk that are tried, largest first.
 const CHUNKS: [usize; 8] = [2048, 1024, 512, 256, 128, 64, 16, 1];
@@ -49,6 +50,12 @@ pub(crate) fn choose(opened: &Opened) -> Result<Place, EngineError> {
     match o.backend {
         BackendChoice::Cpu => Ok(Place::Cpu(None)),
         BackendChoice::Cuda => {
+            if o.speculate.drafter != DrafterChoice::Off {
+                return Err(EngineError::Refused {
+                    what: format!("--speculate {} with --backend cuda", o.speculate.drafter.name()),
+                    instead: "on the GPU rejected tokens cannot be taken back; leave it out, or compute with --backend cpu".into(),
+                });
+            }
             if let Some(what) = cpu_only(o) {
                 return Err(EngineError::Refused {
                     what: format!("{what} with --backend cuda"),
@@ -73,6 +80,15 @@ pub(crate) fn choose(opened: &Opened) -> Result<Place, EngineError> {
     }
 }
 
+/// Whether a GPU may compute, before anything is known of the model's size.
+pub(crate) fn is_likely(o: &EngineOptions) -> bool {
+    match o.backend {
+        BackendChoice::Cpu => false,
+        BackendChoice::Cuda => true,
+        BackendChoice::Auto => cpu_only(o).is_none() && Gpu::probe().is_ok(),
+    }
+}
+
 /// An option that only the CPU has.
 fn cpu_only(o: &EngineOptions) -> Option<&'static str> {
     match o.residency {
@@ -88,6 +104,9 @@ fn cpu_only(o: &EngineOptions) -> Option<&'static str> {
     }
     if !o.capture.is_empty() {
         return Some("--capture");
+    }
+    if !matches!(o.speculate.drafter, DrafterChoice::Off | DrafterChoice::Auto) {
+        return Some("--speculate");
     }
     o.level.map(|_| "--simd")
 }
@@ -136,6 +155,7 @@ fn plan(opened: &Opened, gpu: &Gpu) -> Result<MemoryPlan, EngineError> {
                 kv_type: shape.kv_type,
                 kv_pages: shape.kv_pages.clone(),
                 states: shape.states,
+                tape_rows: 0,
             },
             device: Some(DevicePlan {
                 name: info.name.clone(),

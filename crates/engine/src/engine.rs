@@ -24,6 +24,7 @@ use crate::pilot::{Pilot, PilotCounts, Prefetch};
 use crate::plan::{MemoryPlan, PlanInput};
 use crate::prefix::PrefixCache;
 use crate::rows::RowReader;
+use crate::speculate::{Speculation, setup};
 use crate::state::{PagePool, Sequence};
 use crate::stats::Stats;
 use crate::steer::file::Shape;
@@ -46,6 +47,8 @@ pub struct Opened {
     pub steer: Arc<SteerVectors>,
     /// Places that are captured.
     captured: TapSet,
+    /// A draft model.
+    pub draft: Option<Box<Opened>>,
 }
 
 impl Opened {
@@ -64,9 +67,11 @@ impl Opened {
     pub fn from_catalog_with(
         access: &dyn FileAccess,
         catalog: Catalog,
-        options: EngineOptions,
+        mut options: EngineOptions,
     ) -> Result<Opened, EngineError> {
         let spec = forebay_models::read_with(access, &catalog)?;
+        setup::resolve(&mut options, &spec)?;
+        let draft = setup::open_model(&options, &spec)?;
         let streams = matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
         let pilot = streams && options.prefetch != Prefetch::Off;
         let shape = Shape { layers: spec.layers.len(), width: spec.hidden_size };
@@ -75,14 +80,16 @@ impl Opened {
         let captured = capture::taps(&options.capture, shape.layers, &routed)?;
         let mut taps = steer.taps();
         taps.extend(captured.iter());
-        let extras = Extras { pilot, taps };
+        let extras = Extras { pilot, taps, ..setup::extras(&options) };
         let program = Arc::new(lower_with(&spec, options.precision(), extras));
-        let layers = spec.layers.iter().enumerate().filter_map(|(layer, l)| {
+        let block = spec.multi_token.iter().filter(|_| program.draft.is_some());
+        let layers = spec.layers.iter().chain(block.map(|block| &block.layer));
+        let layers = layers.enumerate().filter_map(|(layer, l)| {
             let routed = l.ffn.routed.as_ref()?;
             Some(LayerExperts { layer, experts: routed.experts.weights.clone() })
         });
         let store = StoreSpec { layers: layers.collect() };
-        Ok(Opened { catalog, spec, program, store, options, steer, captured })
+        Ok(Opened { catalog, spec, program, store, options, steer, captured, draft })
     }
 
     /// The budget in bytes.
@@ -107,6 +114,7 @@ impl Opened {
             options: &self.options,
             tensors: self.catalog.tensors.len(),
             steer_bytes: self.steer.bytes(),
+            draft: self.draft.as_deref(),
         }
     }
 }
@@ -156,6 +164,8 @@ pub struct Engine {
     pub(crate) steering: Option<Arc<Steering>>,
     pub(crate) capture: Option<Capture>,
     captured: TapSet,
+    /// The drafter; boxed, as it is taken out while it works on the engine.
+    pub(crate) speculation: Option<Box<Speculation>>,
     pub(crate) governor: Option<Governor>,
     pub(crate) elastic: ElasticShape,
     files: Arc<FileSet>,
@@ -219,8 +229,20 @@ impl Engine {
             Place::Cpu(reason) => reason,
         };
         let plan = opened.plan_input().plan(opened.budget()?)?;
-        let Opened { catalog, mut spec, program, store: store_spec, options, steer, captured } =
-            opened;
+        let pool = Arc::new(Pool::new(opened.options.threads()));
+        Engine::load_on_cpu(opened, plan, pool, reason, progress)
+    }
+
+    /// Loads to memory, to be computed by the threads of `pool`.
+    pub(crate) fn load_on_cpu(
+        opened: Opened,
+        plan: MemoryPlan,
+        pool: Arc<Pool>,
+        reason: Option<String>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Engine, EngineError> {
+        let Opened { catalog, mut spec, program, store: store_spec, options, .. } = opened;
+        let Opened { steer, captured, draft, .. } = opened;
         drop_experts(&mut spec);
         let mut files = FileSet::open(&catalog.files, options.io)?;
         if let Some(also) = &options.also {
@@ -238,7 +260,7 @@ impl Engine {
         let backend = CpuBackend::new(
             program.clone(),
             &plan.shape,
-            Pool::new(options.threads()),
+            pool.clone(),
             level,
             &files,
             &io,
@@ -255,7 +277,8 @@ impl Engine {
             true => Embedding::Tied,
             false => Embedding::File(RowReader::new(spec.embedding.clone())),
         };
-        Ok(Engine::assemble(Loaded {
+        let speculate = options.clone();
+        let mut engine = Engine::assemble(Loaded {
             spec,
             program,
             plan,
@@ -269,7 +292,9 @@ impl Engine {
             embedding,
             gpu: None,
             reason,
-        }))
+        });
+        engine.speculation = setup::build(&engine, &speculate, draft, &pool)?;
+        Ok(engine)
     }
 
     /// Loads everything to the GPU.
@@ -315,7 +340,7 @@ impl Engine {
         let Loaded { spec, program, plan, options, files, backend, store, .. } = loaded;
         let pages = PagePool::new(
             &program.kv_windows,
-            &plan.shape.kv_pages,
+            &plan.shape.kv_pages[..program.kv_windows.len()],
             plan.shape.states,
             options.snapshots > 0,
         );
@@ -351,6 +376,7 @@ impl Engine {
             steer: loaded.steer,
             capture: None,
             captured: loaded.captured,
+            speculation: None,
             elastic,
             files,
             embedding: loaded.embedding,
@@ -521,7 +547,8 @@ impl Engine {
 
 /// Descriptions of experts, which are with the backend or the store.
 fn drop_experts(spec: &mut ModelSpec) {
-    for layer in &mut spec.layers {
+    let block = spec.multi_token.iter_mut().map(|block| &mut block.layer);
+    for layer in spec.layers.iter_mut().chain(block) {
         if let Some(routed) = &mut layer.ffn.routed {
             routed.experts.weights = Vec::new();
             routed.experts.biases = Vec::new();

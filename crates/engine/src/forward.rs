@@ -26,12 +26,15 @@ pub struct Batch {
     pub row_sequence: Vec<u32>,
     /// Rows that want logits, ascending.
     pub logit_rows: Vec<u32>,
+    /// Some rows may be taken back: [`Pass::tape`].
+    pub(crate) tape: bool,
 }
 
 impl Batch {
     /// Consecutive tokens of one sequence.
     pub fn single(tokens: &[u32], logit_rows: Vec<u32>) -> Batch {
-        Batch { tokens: tokens.to_vec(), row_sequence: vec![0; tokens.len()], logit_rows }
+        let row_sequence = vec![0; tokens.len()];
+        Batch { tokens: tokens.to_vec(), row_sequence, logit_rows, tape: false }
     }
 }
 
@@ -67,6 +70,26 @@ impl Engine {
         control: &mut Control<'_>,
         sink: LogitSink<'_>,
     ) -> Result<(), EngineError> {
+        let added = self.pass(batch, sequences, control, sink)?;
+        if let [sequence] = sequences {
+            self.observed(sequence, &batch.tokens)?;
+        }
+        for (s, rows) in sequences.iter_mut().zip(added) {
+            s.commit(&mut self.pages, rows);
+        }
+        self.stats.rows += batch.tokens.len() as u64;
+        Ok(())
+    }
+
+    /// The same without the end of it: the sequences are as before, with their rows' keys, values and states where the next
+    /// pass would put its own. Gives the rows of each.
+    pub(crate) fn pass(
+        &mut self,
+        batch: &Batch,
+        sequences: &mut [&mut Sequence],
+        control: &mut Control<'_>,
+        sink: LogitSink<'_>,
+    ) -> Result<Vec<usize>, EngineError> {
         let added = self.check(batch, sequences)?;
         for (s, rows) in sequences.iter_mut().zip(&added) {
             if !self.reserve(s, *rows) {
@@ -78,8 +101,12 @@ impl Engine {
         }
         let positions = positions(batch, sequences);
         let tables: Vec<SequenceTables<'_>> = sequences.iter().map(|s| s.tables()).collect();
-        let pass =
-            Pass { positions: &positions, row_sequence: &batch.row_sequence, sequences: &tables };
+        let pass = Pass {
+            positions: &positions,
+            row_sequence: &batch.row_sequence,
+            sequences: &tables,
+            tape: batch.tape,
+        };
         let steered = steered_rows(batch, sequences);
         if let Some(capture) = &mut self.capture {
             capture.pass(&positions, &batch.tokens, &batch.logit_rows)?;
@@ -91,15 +118,10 @@ impl Engine {
         if let (Err(_), Some(store)) = (&result, &mut self.store) {
             store.end();
         }
-        result?;
-        if let Some(capture) = &mut self.capture {
+        if let (Ok(()), Some(capture)) = (&result, &mut self.capture) {
             capture.passed();
         }
-        for (s, rows) in sequences.iter_mut().zip(added) {
-            s.commit(&mut self.pages, rows);
-        }
-        self.stats.rows += batch.tokens.len() as u64;
-        Ok(())
+        result.map(|()| added)
     }
 
     /// Rows per sequence, all bounds checked.
@@ -148,22 +170,34 @@ impl Engine {
         self.backend.begin(pass, &self.hidden);
         self.stats.phases.embed += clock.elapsed();
         for (index, segment) in program.segments.iter().enumerate() {
-            if control.cancel.load(Ordering::Relaxed) {
-                return Err(EngineError::Cancelled);
-            }
-            let (body, router) = segment.ops.split_at(segment.router);
-            let clock = Instant::now();
-            self.run_tapped(pass, body, steered)?;
-            self.stats.phases.body += clock.elapsed();
-            let clock = Instant::now();
-            self.run_tapped(pass, router, steered)?;
-            self.stats.phases.router += clock.elapsed();
-            if let Some(moe) = segment.moe {
-                self.run_experts(pass, moe, segment, control)?;
-            }
+            self.run_segment(pass, segment, steered, control)?;
             (control.progress)(index + 1, total);
         }
         self.logits(batch, sink)
+    }
+
+    /// Operations up to a router, then the experts that it chose.
+    pub(crate) fn run_segment(
+        &mut self,
+        pass: &Pass<'_>,
+        segment: &Segment,
+        steered: &SteeredRows,
+        control: &Control<'_>,
+    ) -> Result<(), EngineError> {
+        if control.cancel.load(Ordering::Relaxed) {
+            return Err(EngineError::Cancelled);
+        }
+        let (body, router) = segment.ops.split_at(segment.router);
+        let clock = Instant::now();
+        self.run_tapped(pass, body, steered)?;
+        self.stats.phases.body += clock.elapsed();
+        let clock = Instant::now();
+        self.run_tapped(pass, router, steered)?;
+        self.stats.phases.router += clock.elapsed();
+        match segment.moe {
+            Some(moe) => self.run_experts(pass, moe, segment, control),
+            None => Ok(()),
+        }
     }
 
     /// Runs operations up to each tap, and does there what is to be done. Without taps this is one run.
@@ -221,14 +255,17 @@ impl Engine {
         let clock = Instant::now();
         let moe = &self.program.moes[id.0];
         let routing = self.backend.routing(id);
-        for tap in &mut self.taps {
-            tap.routed(id.0, moe.top_k, routing);
-        }
-        if let Some(capture) = &mut self.capture {
-            capture.chosen(moe.layer, moe.top_k, routing)?;
-        }
         let chosen = union(&routing.ids, moe.n_experts);
-        self.pilot.chosen(id, &chosen);
+        // The draft block's experts are no layer's of the model.
+        if self.program.draft.as_ref().is_none_or(|block| block.moe != Some(id)) {
+            for tap in &mut self.taps {
+                tap.routed(id.0, moe.top_k, routing);
+            }
+            if let Some(capture) = &mut self.capture {
+                capture.chosen(moe.layer, moe.top_k, routing)?;
+            }
+            self.pilot.chosen(id, &chosen);
+        }
         store.begin(id.0, &chosen)?;
         phases.plan += clock.elapsed();
         let hint = self.pilot.hint(pass.rows());

@@ -1,11 +1,12 @@
-//! Prompt in, tokens out: chunks of prefill, then one row at a time.
+//! Prompt in, tokens out: chunks of prefill, then rounds: one row at a time, or several with a drafter.
 
 use std::time::Instant;
 
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::forward::{Batch, Control};
-use crate::sampler::Sampler;
+use crate::sampler::{Choice, Sampler};
+use crate::speculate::{Chosen, Turn};
 use crate::state::Sequence;
 
 /// What to generate.
@@ -123,7 +124,8 @@ impl Engine {
             });
         }
         let clock = Instant::now();
-        let mut logits = self.prefill(sequence, prompt, control)?;
+        self.follow(sequence, &[]);
+        let logits = self.prefill(sequence, prompt, control)?;
         let mut out = Generated {
             tokens: Vec::new(),
             finish: Finish::Length,
@@ -133,47 +135,91 @@ impl Engine {
         let mut history = prompt.to_vec();
         let limit = params.max_tokens.min(room - prompt.len());
         let mut quiet = |_: usize, _: usize| {};
-        while out.tokens.len() < limit {
-            let clock = Instant::now();
-            let position = sequence.len() as u64;
-            let choice = sampler
-                .sample(&logits, &history, position)
-                .ok_or(EngineError::LogitNan { position: sequence.len() - 1 })?;
-            self.stats.phases.sampling += clock.elapsed();
-            let is_eos = params.eos_ids.contains(&choice.token);
-            out.tokens.push(choice.token);
-            history.push(choice.token);
-            let ends = is_eos && !params.ignore_eos;
-            let is_last = ends || out.tokens.len() == limit;
-            let event =
-                TokenEvent { token: choice.token, logprob: choice.logprob, is_eos, is_last };
-            let next = on_token(self, event);
-            if ends {
-                out.finish = Finish::Stop;
+        if limit == 0 {
+            return Ok(out);
+        }
+        let clock = Instant::now();
+        let first = sampler
+            .sample(&logits, &history, sequence.len() as u64)
+            .ok_or(EngineError::LogitNan { position: sequence.len() - 1 })?;
+        self.stats.phases.sampling += clock.elapsed();
+        history.push(first.token);
+        // What the last round chose, in order, and the round.
+        let mut chosen = vec![first];
+        let mut round = None;
+        let mut clock = Instant::now();
+        loop {
+            let mut used = 0;
+            let over = loop {
+                let choice: Choice = chosen[used];
+                used += 1;
+                let is_eos = params.eos_ids.contains(&choice.token);
+                out.tokens.push(choice.token);
+                let ends = is_eos && !params.ignore_eos;
+                let is_last = ends || out.tokens.len() == limit;
+                let event =
+                    TokenEvent { token: choice.token, logprob: choice.logprob, is_eos, is_last };
+                let next = on_token(self, event);
+                if ends {
+                    out.finish = Finish::Stop;
+                    break true;
+                }
+                if next == Next::Stop {
+                    out.finish = Finish::Callback;
+                    break true;
+                }
+                if is_last || used == chosen.len() {
+                    break is_last;
+                }
+            };
+            if let Some(round) = round.take() {
+                match self.settle(sequence, round, used) {
+                    Err(EngineError::Cancelled) => {
+                        out.finish = Finish::Cancelled;
+                        break;
+                    }
+                    other => other?,
+                }
+                let each = clock.elapsed().as_secs_f64() / used as f64;
+                out.step_s.extend(std::iter::repeat_n(each, used));
+            }
+            if over {
                 break;
             }
-            if next == Next::Stop {
-                out.finish = Finish::Callback;
-                break;
-            }
-            if is_last {
-                break;
-            }
-            logits.clear();
-            let batch = Batch::single(&[choice.token], vec![0]);
+            clock = Instant::now();
+            let recent = history.len().saturating_sub(sampler.params().repeat_last);
+            let recent = history[recent..].to_vec();
+            let turn = Turn {
+                token: chosen[used - 1].token,
+                params: &sampler.params().clone(),
+                recent: &recent,
+                most: limit - out.tokens.len(),
+            };
+            chosen.clear();
+            let position = sequence.len() as u64 + 1;
+            let mut sampling = std::time::Duration::ZERO;
             let mut inner = Control { cancel: control.cancel, progress: &mut quiet };
-            let step = self.forward(&batch, &mut [&mut *sequence], &mut inner, &mut |_, l| {
-                logits.extend_from_slice(l);
-                Ok(())
+            let step = self.round(sequence, &turn, &mut inner, &mut |logits, before| {
+                let clock = Instant::now();
+                let position = position + before as u64;
+                let choice = sampler.sample(logits, &history, position);
+                sampling += clock.elapsed();
+                let nan = EngineError::LogitNan { position: position as usize - 1 };
+                let choice = choice.ok_or(nan)?;
+                history.push(choice.token);
+                chosen.push(choice);
+                let ends = params.eos_ids.contains(&choice.token) && !params.ignore_eos;
+                Ok(if ends { Chosen::Last(choice.token) } else { Chosen::More(choice.token) })
             });
+            self.stats.phases.sampling += sampling;
             match step {
+                Ok(done) => round = Some(done),
                 Err(EngineError::Cancelled) => {
                     out.finish = Finish::Cancelled;
                     break;
                 }
-                other => other?,
+                Err(e) => return Err(e),
             }
-            out.step_s.push(clock.elapsed().as_secs_f64());
         }
         Ok(out)
     }

@@ -3,8 +3,9 @@
 //! Reading order: [`engine`] (opening a model), [`plan`] (what the budget buys), [`device`] (whether it
 //! goes to a GPU), [`state`] (sequences and their KV pages), [`prefix`] (beginnings that requests share)
 //! and [`session`] (the same on disk), [`forward`] (one batch through the program: the driver),
-//! [`sampler`], [`generate`]. Beside them: [`pilot`] (guessing experts), `elastic` (the budget while
-//! running), [`tap`] (seeing choices), [`steer`] and [`capture`] (changing and keeping what passes), [`predict`] (what a budget would give).
+//! [`sampler`], [`speculate`] (drafting tokens ahead), [`generate`]. Beside them: [`pilot`] (guessing
+//! experts), `elastic` (the budget while running), [`tap`] (seeing choices), [`steer`] and [`capture`]
+//! (changing and keeping what passes), [`predict`] (what a budget would give).
 //!
 //! What is not here: kernels (`forebay-cpu`), reads and the expert cache (`forebay-store`), text
 //! (`forebay-text`).
@@ -26,6 +27,7 @@ pub mod prefix;
 mod rows;
 pub mod sampler;
 pub mod session;
+pub mod speculate;
 pub mod state;
 pub mod stats;
 pub mod steer;
@@ -41,6 +43,7 @@ pub use pilot::{PilotCounts, Prefetch};
 pub use plan::MemoryPlan;
 pub use sampler::{Sampler, SamplerParams};
 pub use session::SessionError;
+pub use speculate::{DrafterChoice, SpeculateOptions, SpeculationStats};
 pub use state::Sequence;
 pub use stats::{Phases, Stats};
 pub use steer::{Mode, SteerError, SteerSource, SteerVectors, Steering};

@@ -9,6 +9,7 @@ use forebay_store::{IoEngine, IoMode, Policy, QueueDepth};
 
 use crate::capture::CapturePoint;
 use crate::pilot::Prefetch;
+use crate::speculate::SpeculateOptions;
 use crate::steer::SteerSource;
 
 /// Total memory of the process.
@@ -86,6 +87,8 @@ pub struct EngineOptions {
     pub policy: Policy,
     /// Guessing experts ahead.
     pub prefetch: Prefetch,
+    /// Drafting tokens ahead.
+    pub speculate: SpeculateOptions,
     /// Whether the budget follows the system's pressure and limits while running.
     pub elastic: bool,
     /// Vector width; none: the widest.
@@ -123,6 +126,7 @@ impl Default for EngineOptions {
             also: None,
             policy: Policy::default(),
             prefetch: Prefetch::Auto,
+            speculate: SpeculateOptions::default(),
             elastic: true,
             level: None,
             backend: BackendChoice::Cpu,

@@ -3,6 +3,7 @@
 //! Everything is computed before a byte of weights is read. The plan is a function of the model's
 //! shape, the options and the budget.
 
+use forebay_cpu::attention::BLOCK;
 use forebay_cpu::backend::{CpuBackend, CpuBytes, CpuShape};
 use forebay_models::ModelSpec;
 use forebay_program::Program;
@@ -10,8 +11,10 @@ use forebay_program::ledger::{Ledger, human};
 use forebay_store::{Residency, StoreSpec};
 
 use crate::device::DevicePlan;
+use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
+use crate::speculate::setup;
 use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
 
 const MIB: u64 = 1 << 20;
@@ -44,6 +47,8 @@ const LONGER_CONTEXTS: [usize; 3] = [32_768, 16_384, 8192];
 pub(crate) const SLOTS_LINE: &str = "expert slots";
 /// Line of keys and values.
 const KV_LINE: &str = "keys and values";
+/// Line of what drafts tokens ahead.
+pub const DRAFTER_LINE: &str = "drafter";
 /// Line of resident experts.
 pub(crate) const EXPERTS_LINE: &str = "experts";
 /// Line of what the system takes.
@@ -98,6 +103,8 @@ pub struct PlanInput<'a> {
     pub tensors: usize,
     /// Bytes of steering vectors.
     pub steer_bytes: u64,
+    /// A draft model.
+    pub draft: Option<&'a Opened>,
 }
 
 impl PlanInput<'_> {
@@ -242,17 +249,21 @@ impl PlanInput<'_> {
     fn fixed(&self, chunk: usize, context: usize) -> (Ledger, CpuShape) {
         let chunk = chunk.min(context);
         let o = self.options;
-        let (kv_pages, states) = sequence_memory(self.program, o, chunk, context);
-        let shape = CpuShape { max_rows: chunk, kv_type: o.kv(), kv_pages, states };
-        let CpuBytes { trunk, vectors, kv, state, scratch } =
+        let (mut kv_pages, states) = sequence_memory(self.program, o, chunk, context);
+        // The draft block follows one sequence.
+        kv_pages.extend(self.program.draft.as_ref().map(|_| context.div_ceil(BLOCK)));
+        let tape_rows = o.speculate.tape_rows().min(chunk);
+        let shape = CpuShape { max_rows: chunk, kv_type: o.kv(), kv_pages, states, tape_rows };
+        let CpuBytes { trunk, vectors, kv, state, scratch, draft } =
             CpuBackend::bytes(self.program, &shape);
-        let d = self.spec.hidden_size as u64;
-        let host = chunk as u64 * d * 4 + 16.min(chunk) as u64 * self.spec.vocab_size as u64 * 8;
+        let host = self.host_bytes(chunk);
         let mut ledger = Ledger::default();
         ledger.add("trunk", trunk + vectors);
         ledger.add(KV_LINE, kv);
         ledger.add("recurrent state", state);
         ledger.add("scratch", scratch + host);
+        let drafter = setup::host_bytes(o, self.spec, self.draft, chunk, context);
+        ledger.add(DRAFTER_LINE, draft + drafter);
         self.common(&mut ledger);
         (ledger, shape)
     }
@@ -260,7 +271,6 @@ impl PlanInput<'_> {
     /// Lines that do not depend on what computes.
     pub(crate) fn common(&self, ledger: &mut Ledger) {
         let o = self.options;
-        let matrices = self.store.n_experts_total() * 3 + self.tensors;
         let threads = o.threads() + IO_THREADS;
         ledger.add("tokenizer", o.caller_bytes);
         ledger.add(STEER_LINE, self.steer_bytes);
@@ -268,10 +278,22 @@ impl PlanInput<'_> {
             ledger.add(CAPTURE_LINE, crate::capture::CAPTURE_BYTES);
         }
         o.caller_lines.iter().for_each(|&(what, bytes)| ledger.add(what, bytes));
-        ledger.add("description of the model", matrices as u64 * BYTES_PER_TENSOR);
+        ledger.add("description of the model", self.description_bytes());
         // Half a stack at most is touched; the rest is address space.
         ledger.add("threads", threads as u64 * forebay_cpu::pool::STACK_BYTES as u64 / 2);
         ledger.add("program", PROCESS_BYTES);
+    }
+
+    /// Rows of the stream and of logits outside of the backend.
+    pub(crate) fn host_bytes(&self, chunk: usize) -> u64 {
+        let (d, vocab) = (self.spec.hidden_size as u64, self.spec.vocab_size as u64);
+        chunk as u64 * d * 4 + 16.min(chunk) as u64 * vocab * 8
+    }
+
+    /// Names, shapes and extents.
+    pub(crate) fn description_bytes(&self) -> u64 {
+        let matrices = self.store.n_experts_total() * 3 + self.tensors;
+        matrices as u64 * BYTES_PER_TENSOR
     }
 
     /// Smallest total with one expert buffer and one row at a time.

@@ -75,6 +75,11 @@ impl Sampler {
         Sampler { params, candidates: Vec::new() }
     }
 
+    /// How it chooses.
+    pub fn params(&self) -> &SamplerParams {
+        &self.params
+    }
+
     /// Chooses the token after `history`, at `position`. `None` when a logit is NaN or none is finite.
     pub fn sample(&mut self, logits: &[f32], history: &[u32], position: u64) -> Option<Choice> {
         let max = finite_max(logits)?;

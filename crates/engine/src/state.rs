@@ -16,11 +16,15 @@
 //! Bytes of pages belong to the backend; here are only indices. What is kept for later: [`crate::prefix`].
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay_cpu::attention::BLOCK;
 use forebay_program::SequenceTables;
 
 use crate::steer::{SteerKey, Steering};
+
+/// Told apart by who follows them.
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// No page: never written, or given back.
 const NONE: u32 = u32::MAX;
@@ -245,6 +249,8 @@ pub struct Sequence {
     state: [u32; 2],
     len: usize,
     steering: Option<Arc<Steering>>,
+    /// No other has the same.
+    id: u64,
 }
 
 impl Sequence {
@@ -253,9 +259,16 @@ impl Sequence {
         Sequence::steered(pool, None)
     }
 
+    /// Which one it is, of all of this process.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
     /// An empty sequence whose rows are steered.
     pub fn steered(pool: &PagePool, steering: Option<Arc<Steering>>) -> Sequence {
-        Sequence { tables: vec![Vec::new(); pool.windows.len()], state: [0; 2], len: 0, steering }
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        let tables = vec![Vec::new(); pool.windows.len()];
+        Sequence { tables, state: [0; 2], len: 0, steering, id }
     }
 
     /// A sequence that begins with the first `len` positions of a snapshot, which is of one that was steered alike; `len` is
@@ -340,6 +353,15 @@ impl Sequence {
             && states.is_shared(self.state[1])
         {
             states.give_back(std::mem::take(&mut self.state[1]));
+        }
+    }
+
+    /// Gives back pages that were reserved for rows that did not come to hold.
+    pub(crate) fn trim(&mut self, pool: &mut PagePool) {
+        let blocks = self.len.div_ceil(BLOCK);
+        for (class, table) in self.tables.iter_mut().enumerate() {
+            let rest = table.drain(blocks.min(table.len())..).filter(|page| *page != NONE);
+            rest.for_each(|page| pool.classes[class].give_back(page));
         }
     }
 

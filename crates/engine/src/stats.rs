@@ -26,11 +26,13 @@ pub struct Phases {
     pub head: Duration,
     /// Sampling.
     pub sampling: Duration,
+    /// Drafting, and what the drafter keeps of rows.
+    pub draft: Duration,
 }
 
 impl Phases {
     /// Names and seconds, in order.
-    pub fn named(&self) -> [(&'static str, f64); 9] {
+    pub fn named(&self) -> [(&'static str, f64); 10] {
         [
             ("embed", self.embed.as_secs_f64()),
             ("body", self.body.as_secs_f64()),
@@ -41,6 +43,7 @@ impl Phases {
             ("experts", self.experts.as_secs_f64()),
             ("head", self.head.as_secs_f64()),
             ("sampling", self.sampling.as_secs_f64()),
+            ("draft", self.draft.as_secs_f64()),
         ]
     }
 
@@ -56,6 +59,7 @@ impl Phases {
             experts: self.experts - earlier.experts,
             head: self.head - earlier.head,
             sampling: self.sampling - earlier.sampling,
+            draft: self.draft - earlier.draft,
         }
     }
 }

@@ -10,7 +10,8 @@ use clap::builder::BoolishValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use forebay_cpu::Level;
 use forebay_engine::{
-    BackendChoice, EngineOptions, MemoryLimit, Prefetch, ResidencyChoice, SamplerParams,
+    BackendChoice, DrafterChoice, EngineOptions, MemoryLimit, Prefetch, ResidencyChoice,
+    SamplerParams, SpeculateOptions,
 };
 use forebay_store::Policy;
 
@@ -198,6 +199,19 @@ pub struct Options {
     /// Reading experts ahead that the next layer will probably want.
     #[arg(long, env = "FOREBAY_PREFETCH", value_enum, default_value = "auto")]
     pub prefetch: PrefetchArg,
+    /// Drafting tokens that one pass then checks; answers are the same. auto: by the model's own block where it has one,
+    /// else by what was said before; and only while it is measured to be quicker.
+    #[arg(long, env = "FOREBAY_SPECULATE", value_enum)]
+    pub speculate: Option<SpeculateArg>,
+    /// A small model with the same tokenizer, for --speculate draft.
+    #[arg(long, env = "FOREBAY_DRAFT_MODEL", value_name = "PATH")]
+    pub draft_model: Option<PathBuf>,
+    /// Most tokens of a draft, up to 15; the drafter's own number unless told.
+    #[arg(long, env = "FOREBAY_DRAFT_TOKENS", value_name = "N")]
+    pub draft_tokens: Option<usize>,
+    /// Draft whatever it costs, and always as many tokens as may be: for measuring.
+    #[arg(long, hide = true)]
+    pub speculate_always: bool,
     /// Whether the memory budget gives way while running, when the system is short of memory or the
     /// container's limit is lowered.
     #[arg(long, env = "FOREBAY_ELASTIC", value_enum, default_value = "auto")]
@@ -334,6 +348,21 @@ value_enum!(
     }
 );
 value_enum!(
+    /// `--speculate`
+    SpeculateArg {
+        /// The model's own block, else ngram; never where a GPU computes
+        Auto,
+        /// Nothing drafts
+        Off,
+        /// What followed when the last tokens were there before
+        Ngram,
+        /// The model's multi-token-prediction block
+        Mtp,
+        /// The model of --draft-model
+        Draft,
+    }
+);
+value_enum!(
     /// `--elastic`, `--warm`
     SwitchArg {
         /// Yes, where it can be done
@@ -436,6 +465,11 @@ impl Options {
                 PrefetchArg::Off => Prefetch::Off,
                 PrefetchArg::On => Prefetch::On,
             },
+            speculate: SpeculateOptions {
+                drafter: self.drafter()?,
+                tokens: self.draft_tokens,
+                always: self.speculate_always,
+            },
             elastic: self.elastic == SwitchArg::Auto,
             backend: match self.backend {
                 BackendArg::Auto => BackendChoice::Auto,
@@ -445,6 +479,23 @@ impl Options {
             level: self.simd,
             steer: self.steer.iter().map(|arg| arg.0.clone()).collect(),
             ..EngineOptions::default()
+        })
+    }
+
+    fn drafter(&self) -> anyhow::Result<DrafterChoice> {
+        use crate::failure::usage;
+        Ok(match (self.speculate, &self.draft_model) {
+            (None | Some(SpeculateArg::Draft), Some(path)) => DrafterChoice::Model(path.clone()),
+            (Some(SpeculateArg::Draft), None) => {
+                return Err(usage("--speculate draft needs --draft-model PATH"));
+            }
+            (Some(_), Some(_)) => {
+                return Err(usage("--draft-model is for --speculate draft"));
+            }
+            (None | Some(SpeculateArg::Off), None) => DrafterChoice::Off,
+            (Some(SpeculateArg::Auto), None) => DrafterChoice::Auto,
+            (Some(SpeculateArg::Ngram), None) => DrafterChoice::Ngram,
+            (Some(SpeculateArg::Mtp), None) => DrafterChoice::Mtp,
         })
     }
 }
@@ -692,6 +743,13 @@ pub struct BenchArgs {
     /// Time every operation, and say how near each comes to what memory and arithmetic of this machine can do.
     #[arg(long)]
     pub profile: bool,
+    /// A prompt of one's own, as token ids, in place of random ones; then the most likely tokens are generated.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_tokens", "depth"])]
+    pub prompt_ids: Option<PathBuf>,
+    /// Draft the very tokens that come, this part of them right (0 to 1): what a drafter as good would give. They are recorded
+    /// first, without drafts. Beside --speculate mtp the block is run as well, and its drafts thrown away.
+    #[arg(long, value_name = "RATE")]
+    pub scripted: Option<f64>,
     /// One JSON document on stdout.
     #[arg(long)]
     pub json: bool,

@@ -128,6 +128,7 @@ impl Report<'_> {
         put("policy", json!(self.engine.policy().name()));
         put("pilot", crate::cmd::trace::pilot(self.engine));
         put("guesses", guesses(&self.engine.stats().store));
+        put("speculation", speculation(self.engine));
         put("budget_adjustments", json!(self.engine.budget_adjustments()));
         put("slots", json!(self.engine.plan.slots));
         put("chunk", json!(self.engine.plan.chunk));
@@ -213,6 +214,9 @@ impl Report<'_> {
                 ),
             );
         }
+        if let Some(text) = drafts(self.engine) {
+            line("drafter", text);
+        }
         let memory = match number(&j["memory_bandwidth_bytes_per_s"]) {
             Some(b) => format!(" of {}/s{}", human(b as u64), percent(&j["memory_fraction"])),
             None => String::new(),
@@ -231,6 +235,38 @@ impl Report<'_> {
             ),
         );
     }
+}
+
+/// What became of drafts since opening; null where nothing drafts.
+fn speculation(engine: &Engine) -> Value {
+    let Some((name, c, controller)) = engine.speculation() else { return Value::Null };
+    let ratio = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
+    json!({
+        "drafter": name, "verdict": controller.verdict(), "gain": controller.gain(),
+        "rounds": c.rounds, "plain": c.plain, "drafted": c.drafted, "accepted": c.accepted,
+        "tokens": c.tokens, "tokens_per_round": ratio(c.tokens, c.rounds),
+        "acceptance": ratio(c.accepted, c.drafted),
+        "first_acceptance": ratio(c.first_accepted, c.rounds), "draft_s": c.time.as_secs_f64(),
+    })
+}
+
+/// The same for people.
+fn drafts(engine: &Engine) -> Option<String> {
+    let (name, c, controller) = engine.speculation()?;
+    let mut text = format!("{name}: {}", controller.verdict());
+    if let Some(gain) = controller.gain() {
+        text += &format!(", gain {gain:.2}");
+    }
+    if c.rounds > 0 {
+        text += &format!(
+            "; {:.2} tokens a round, {:.0}% of drafts right, {} rounds beside {} plain passes",
+            c.tokens as f64 / c.rounds as f64,
+            c.accepted as f64 / c.drafted as f64 * 100.0,
+            c.rounds,
+            c.plain,
+        );
+    }
+    Some(text)
 }
 
 /// What became of reads ahead, since opening.

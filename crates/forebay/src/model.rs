@@ -119,7 +119,29 @@ fn describe_with(
     options.caller_bytes = bytes;
     adjust(&mut options, &tokenizer);
     let opened = Opened::from_catalog_with(access, catalog, options)?;
+    if let Some(draft) = &opened.draft {
+        same_tokens(&tokenizer, &draft.catalog)?;
+    }
     Ok((opened, tokenizer, template))
+}
+
+/// Refuses a draft model whose tokens stand for other texts.
+fn same_tokens(tokenizer: &Tokenizer, draft: &Catalog) -> anyhow::Result<()> {
+    let other = Tokenizer::from_catalog(draft, TokenizerOptions::default())?;
+    // Vocabularies are padded, and not always alike.
+    let both = tokenizer.vocab_size().min(other.vocab_size()) as u32;
+    match (0..both).find(|&id| tokenizer.token_bytes(id) != other.token_bytes(id)) {
+        None => Ok(()),
+        Some(id) => Err(forebay_engine::EngineError::Refused {
+            what: "drafting with this model".into(),
+            instead: format!(
+                "token {id} is {:?} there and {:?} here: a draft model needs the same tokenizer",
+                other.token_name(id).unwrap_or_default(),
+                tokenizer.token_name(id).unwrap_or_default(),
+            ),
+        }
+        .into()),
+    }
 }
 
 /// Tokenizer and template of a catalog, and the bytes that they take. The vocabulary's arrays leave

@@ -3,6 +3,8 @@
 //! A backend owns the trunk, scratch and KV pages in its own memory. It never waits for a disk and
 //! never decides an order of sums: that is fixed by the formats and by [`crate::op`].
 
+use std::ops::Range;
+
 use forebay_quant::MatrixView;
 
 use crate::op::{BufferId, MoeId, Op};
@@ -27,6 +29,9 @@ pub struct Pass<'a> {
     pub row_sequence: &'a [u32],
     /// Page tables.
     pub sequences: &'a [SequenceTables<'a>],
+    /// Keep what recurrent layers consume, so that [`Backend::replay`] can follow. Only where all rows are of one
+    /// sequence, and no more than the backend was made for.
+    pub tape: bool,
 }
 
 impl Pass<'_> {
@@ -125,6 +130,38 @@ pub trait Backend: Send {
 
     /// Most rows in one call of [`Backend::logits`].
     fn max_logit_rows(&self) -> usize;
+
+    /// Whether a pass can be taken back in part: [`Backend::replay`] works, and so do the methods for drafting below it.
+    fn can_replay(&self) -> bool {
+        false
+    }
+
+    /// Fills the state slot that the last pass filled once more, as if the pass had had its first `rows` rows only. The pass
+    /// was [taped](Pass::tape), and `sequence` is what it was given. Keys and values of later rows stay in their
+    /// pages, where no row before them looks.
+    fn replay(&mut self, sequence: &SequenceTables<'_>, rows: usize) {
+        let _ = (sequence, rows);
+        unreachable!("{} takes no pass back: see can_replay", self.name())
+    }
+
+    /// Appends `rows` of a buffer as the last pass left it. Only buffers that live to the end of a program can be asked for:
+    /// [`crate::Program::kept_layers`] and those of [`crate::DraftBlock`].
+    fn read(&self, buffer: BufferId, rows: Range<usize>, out: &mut Vec<f32>) {
+        let _ = (buffer, rows, out);
+        unreachable!("{} hands no rows out: see can_replay", self.name())
+    }
+
+    /// Sets the first rows of an input of [`crate::DraftBlock`]: `rows` is `[n, width]`.
+    fn write(&mut self, buffer: BufferId, rows: &[f32]) {
+        let _ = (buffer, rows);
+        unreachable!("{} takes no rows: see can_replay", self.name())
+    }
+
+    /// As [`Backend::logits`], by the head of the draft block.
+    fn draft_logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
+        let _ = (rows, out);
+        unreachable!("{} has no draft block: see can_replay", self.name())
+    }
 
     /// Weight and KV bytes that the operations have read from memory since the last call.
     fn take_bytes_moved(&mut self) -> u64;

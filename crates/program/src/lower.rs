@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use forebay_models::{
-    Attention, Decay, DeltaNet, DenseBranch, Layer, Linear, Mixer, ModelSpec, Norm, RoutedBranch,
-    VectorRef, WeightRef,
+    Attention, Decay, DeltaNet, DenseBranch, Layer, Linear, Mixer, ModelSpec, MultiToken, Norm,
+    RoutedBranch, VectorRef, WeightRef,
 };
 use forebay_quant::{ActOrder, Format};
 
@@ -19,6 +19,10 @@ pub struct Extras {
     pub pilot: bool,
     /// Where rows are looked at or changed; places that the model does not have are left out.
     pub taps: TapSet,
+    /// Layers whose outputs are kept: [`Program::kept_layers`].
+    pub kept_layers: Vec<usize>,
+    /// The multi-token-prediction block, which the model has: [`Program::draft`].
+    pub multi_token: bool,
 }
 
 /// Lowers a model for one precision.
@@ -31,14 +35,9 @@ pub fn lower_with(spec: &ModelSpec, precision: Precision, extras: Extras) -> Pro
     let mut l = Lowering::new(spec, precision);
     l.extras = extras;
     let hidden = l.buffer(spec.hidden_size);
-    let angles: Vec<BufferId> = (0..spec.ropes.len())
-        .map(|rope| {
-            let dst = l.buffer(spec.ropes[rope].inv_freq.len() * 2);
-            l.push(Op::RopeAngles { rope, dst });
-            dst
-        })
-        .collect();
+    let angles = l.angles();
     l.touch(hidden);
+    let mut kept_layers = Vec::new();
     if let Some(scale) = spec.embedding_scale {
         l.push(Op::Scale { buf: hidden, factor: Factor::Constant(scale) });
     }
@@ -55,11 +54,22 @@ pub fn lower_with(spec: &ModelSpec, precision: Precision, extras: Extras) -> Pro
             l.push(Op::Scale { buf: hidden, factor: Factor::Learned(scale) });
         }
         l.tap(index, Point::FeedForward, hidden);
+        if l.extras.kept_layers.contains(&index) {
+            let dst = l.buffer(spec.hidden_size);
+            l.push(Op::Copy { src: hidden, dst });
+            kept_layers.push((index, dst));
+        }
     }
     for buffer in angles.iter().chain([&hidden]) {
         l.touch(*buffer);
     }
-    l.finish(hidden)
+    let block = spec.multi_token.as_deref().filter(|_| l.extras.multi_token);
+    let draft = block.map(|block| l.draft_block(block, hidden));
+    // What others read when a pass is over is not overwritten by a pass of the draft block.
+    for (_, kept) in &kept_layers {
+        l.touch(*kept);
+    }
+    Program { kept_layers, draft, ..l.finish(hidden) }
 }
 
 struct Lowering<'a> {
@@ -135,6 +145,77 @@ impl<'a> Lowering<'a> {
         let first = self.clock + 1;
         self.lives.push(Life { width, first, last: first });
         BufferId(self.lives.len() - 1)
+    }
+
+    /// Angles of all ropes for the rows of a pass.
+    fn angles(&mut self) -> Vec<BufferId> {
+        let ropes = 0..self.spec.ropes.len();
+        ropes
+            .map(|rope| {
+                let dst = self.buffer(self.spec.ropes[rope].inv_freq.len() * 2);
+                self.push(Op::RopeAngles { rope, dst });
+                dst
+            })
+            .collect()
+    }
+
+    /// The multi-token-prediction block, as segments of its own: `fc([norm(embedding) | norm(hidden)])`, a decoder layer,
+    /// and a norm before the head.
+    fn draft_block(&mut self, block: &MultiToken, hidden: BufferId) -> DraftBlock {
+        let d = self.spec.hidden_size;
+        // [rows, d]
+        let source = self.normed(hidden, &self.spec.final_norm);
+        let body = std::mem::replace(&mut self.segments, vec![Segment::default()]);
+        // The output head and the last norm are the body's, also where the block is the first to name them.
+        self.norm(&self.spec.final_norm);
+        let head = self.weight(self.spec.head.as_ref().unwrap_or(&self.spec.embedding));
+        let (first_weight, first_vector) = (self.weights.len(), self.vectors.len());
+        let (embedding, input) = (self.buffer(d), self.buffer(d));
+        let angles = self.angles();
+        let parts = [
+            self.normed(embedding, &block.embedding_norm), // [rows, d]
+            self.normed(input, &block.hidden_norm),        // [rows, d]
+        ];
+        let both = self.buffer(2 * d);
+        self.push(Op::Join { a: parts[0], b: parts[1], dst: both });
+        let [stream] = self.linears(both, [&block.fc]); // [rows, d]
+        let windows = self.kv_windows.clone();
+        let moes = self.moes.len();
+        match &block.layer.mixer {
+            Mixer::Attention(a) => self.attention(a, &block.layer, stream, &angles),
+            other => unreachable!("no published block mixes with {other:?}"),
+        }
+        self.kv_windows = windows;
+        let kv = KvId(self.kv_layers.len() - 1);
+        self.kv_layers[kv.0].class = self.kv_windows.len();
+        self.feed_forward(self.spec.layers.len(), &block.layer, stream);
+        let next = self.normed(stream, &block.norm); // [rows, d]
+        let head = Head {
+            norm: self.norm(&block.norm),
+            weight: head,
+            pack: self.order(self.weights[head.0].format),
+            tied: self.spec.head.is_none(),
+            softcap: self.spec.logit_softcap,
+        };
+        for buffer in [source, embedding, input, stream, next] {
+            self.touch(buffer);
+        }
+        let mut segments = std::mem::replace(&mut self.segments, body);
+        end_routers(&mut segments);
+        let moe = (self.moes.len() > moes).then_some(MoeId(moes));
+        DraftBlock {
+            source,
+            embedding,
+            hidden: input,
+            segments,
+            stream,
+            next,
+            head,
+            first_weight,
+            first_vector,
+            kv,
+            moe,
+        }
     }
 
     /// A matrix is resident once, however often it is used.
@@ -471,11 +552,7 @@ impl<'a> Lowering<'a> {
             tied: spec.head.is_none(),
             softcap: spec.logit_softcap,
         };
-        for segment in &mut self.segments {
-            if segment.moe.is_none() {
-                segment.router = segment.ops.len();
-            }
-        }
+        end_routers(&mut self.segments);
         let (offsets, scratch_width) = scratch::plan(&self.lives);
         let buffers = self.lives.iter().zip(offsets);
         Program {
@@ -493,7 +570,16 @@ impl<'a> Lowering<'a> {
             segments: self.segments,
             hidden,
             head,
+            kept_layers: Vec::new(),
+            draft: None,
         }
+    }
+}
+
+/// Segments without experts have no router.
+fn end_routers(segments: &mut [Segment]) {
+    for segment in segments.iter_mut().filter(|s| s.moe.is_none()) {
+        segment.router = segment.ops.len();
     }
 }
 
@@ -519,6 +605,7 @@ impl Op {
             Op::Attention(a) => vec![a.q, a.dst],
             Op::Glu { gate, up, dst, .. } => vec![*gate, *up, *dst],
             Op::SplitHeads { src, query, gate, .. } => vec![*src, *query, *gate],
+            Op::Join { a, b, dst } => vec![*a, *b, *dst],
             Op::Gate { gate, buf, .. } => vec![*gate, *buf],
             Op::ConvSilu { src, dst, .. } => vec![*src, *dst],
             Op::DeltaRule { qkv, a, b, dst, .. } => vec![*qkv, *a, *b, *dst],

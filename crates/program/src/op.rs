@@ -213,6 +213,15 @@ pub enum Op {
         /// `hd`
         head_dim: usize,
     },
+    /// `dst = [a | b]` per row: widths add up.
+    Join {
+        /// Left part.
+        a: BufferId,
+        /// Right part.
+        b: BufferId,
+        /// Both.
+        dst: BufferId,
+    },
     /// `buf *= act(gate)`, element by element, or row by row where the gate is one number wide.
     Gate {
         /// Gate.
@@ -446,6 +455,40 @@ pub struct Program {
     pub hidden: BufferId,
     /// The head: applied to the rows that want logits.
     pub head: Head,
+    /// Layers whose output (the residual stream after all of the layer) is asked for, with the buffer `[rows, d]` that
+    /// holds it when a pass is over.
+    pub kept_layers: Vec<(usize, BufferId)>,
+    /// The model's own block for drafting, where it is wanted.
+    pub draft: Option<DraftBlock>,
+}
+
+/// A multi-token-prediction block: from the state of a position and the next token it drafts the token after that. It is run
+/// by itself after passes of the body, shares the body's matrices, scratch and experts' store, and has keys and values of
+/// its own: one KV layer, of a class behind those of [`Program::kv_windows`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct DraftBlock {
+    /// What the body leaves for it: the last layer's output after the last norm, `[rows, d]`.
+    pub source: BufferId,
+    /// Input: embedding of the next token, `[rows, d]`.
+    pub embedding: BufferId,
+    /// Input: rows of `source`, or of `next` when it goes on from its own draft, `[rows, d]`.
+    pub hidden: BufferId,
+    /// The block.
+    pub segments: Vec<Segment>,
+    /// Its residual stream, which its head reads.
+    pub stream: BufferId,
+    /// Its output as the input of another step, `[rows, d]`.
+    pub next: BufferId,
+    /// Its norm and the model's own head.
+    pub head: Head,
+    /// Matrices from here on are the block's alone.
+    pub first_weight: usize,
+    /// Vectors from here on are the block's alone.
+    pub first_vector: usize,
+    /// Its keys and values.
+    pub kv: KvId,
+    /// Its experts, where it is routed.
+    pub moe: Option<MoeId>,
 }
 
 /// `logits = W norm(hidden)`, optionally soft-capped.

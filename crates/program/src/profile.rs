@@ -118,6 +118,7 @@ impl Program {
             Op::Add { .. } => "add".into(),
             Op::Glu { .. } => "glu".into(),
             Op::SplitHeads { .. } => "split heads".into(),
+            Op::Join { .. } => "join".into(),
             Op::Gate { .. } => "gate".into(),
             Op::ConvSilu { .. } => "convolution".into(),
             Op::DeltaRule { .. } => "delta rule".into(),

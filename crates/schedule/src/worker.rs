@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::prefix::Origin;
 use forebay_engine::sampler::log_sum_exp;
+use forebay_engine::speculate::{Chosen, Turn};
 use forebay_engine::{Batch, Control, Engine, EngineError, Sampler, Sequence};
 
 use crate::job::{Constraint, Flow, Job, Outcome, Token, Usage};
@@ -91,7 +92,12 @@ impl Worker {
             }
             self.finish();
             if !self.running.is_empty() {
-                self.step();
+                match &self.running[..] {
+                    [one] if !one.in_prompt() && self.engine.speculation().is_some() => {
+                        self.round();
+                    }
+                    _ => self.step(),
+                }
                 self.finish();
             }
             if self.running.is_empty() || self.published.elapsed() > PUBLISH {
@@ -221,8 +227,80 @@ impl Worker {
         });
     }
 
+    /// One answer runs alone: a round with its drafter, if it drafts.
+    fn round(&mut self) {
+        let engine = &mut self.engine;
+        let (exact, block, context) = (engine.keeps_exactly(), engine.block(), engine.plan.context);
+        let r = &mut self.running[0];
+        let from = r.sequence.len();
+        engine.follow(&r.sequence, &r.tokens[..from]);
+        let left = (r.job.max_tokens - r.usage.generated).min(context - r.tokens.len());
+        // A state can be kept only where a pass ends.
+        let most = if exact { left.min(block - from % block) } else { left };
+        let params = r.sampler.params().clone();
+        let recent = r.tokens[r.tokens.len().saturating_sub(params.repeat_last)..].to_vec();
+        let token = *r.tokens.last().expect("a prompt has tokens");
+        let turn = Turn { token, params: &params, recent: &recent, most };
+        let known = r.tokens.len();
+        let mut chosen: Vec<Choice> = Vec::new();
+        let mut control = Control { cancel: &self.shared.abort, progress: &mut |_, _| {} };
+        let result = engine.round(&mut r.sequence, &turn, &mut control, &mut |logits, _| {
+            let mut choosing = Choosing {
+                sampler: &mut r.sampler,
+                tokens: &r.tokens,
+                constraint: &mut r.job.constraint,
+                bias: &r.job.bias,
+                logprobs: r.job.logprobs,
+                ends: &r.job.ends,
+            };
+            let choice = choosing.choose(logits);
+            let next = match &choice {
+                Ok((token, false)) if !token.is_end => Chosen::More(token.id),
+                Ok((token, _)) => Chosen::Last(token.id),
+                // Nothing can follow; the token is of no account.
+                Err(_) => Chosen::Last(0),
+            };
+            r.tokens.extend(choice.as_ref().ok().map(|(token, _)| token.id));
+            chosen.push(choice);
+            Ok(next)
+        });
+        r.tokens.truncate(known);
+        let round = match result {
+            Ok(round) => round,
+            Err(error) => {
+                r.outcome = Some(Outcome::Failed(error.to_string()));
+                return;
+            }
+        };
+        let mut used = 0;
+        let mut generated = 0;
+        for choice in chosen {
+            used += 1;
+            match choice {
+                Ok(choice) => {
+                    generated += 1;
+                    r.take(choice, context);
+                }
+                Err(fault) => r.outcome = Some(Outcome::Failed(fault)),
+            }
+            if r.outcome.is_some() {
+                break;
+            }
+        }
+        match engine.settle(&mut r.sequence, round, used) {
+            Ok(()) => keep(engine, r, from),
+            Err(error) => r.outcome = Some(Outcome::Failed(error.to_string())),
+        }
+        let mut load = self.shared.load();
+        load.steps += 1;
+        load.generated_tokens += generated;
+    }
+
     /// Computes a batch and hands out what was chosen.
     fn step(&mut self) {
+        if let [one] = &self.running[..] {
+            self.engine.follow(&one.sequence, &one.tokens[..one.sequence.len()]);
+        }
         let exact = self.engine.keeps_exactly();
         let block = self.engine.block();
         let needs: Vec<Need> = self
@@ -291,9 +369,9 @@ impl Worker {
         let mut generated = 0;
         for (index, token) in chooses.into_iter().zip(chosen) {
             match token {
-                Ok(token) => {
+                Ok(choice) => {
                     generated += 1;
-                    self.running[index].take(token, self.engine.plan.context);
+                    self.running[index].take(choice, self.engine.plan.context);
                 }
                 Err(fault) => self.running[index].outcome = Some(Outcome::Failed(fault)),
             }
@@ -356,6 +434,9 @@ impl Worker {
     }
 }
 
+/// A chosen token and whether the rules say that the answer is whole with it; or what went wrong.
+type Choice = Result<(Token, bool), String>;
+
 /// What choosing a token needs of a running answer.
 struct Choosing<'a> {
     sampler: &'a mut Sampler,
@@ -367,8 +448,8 @@ struct Choosing<'a> {
 }
 
 impl Choosing<'_> {
-    /// The token after all that is known; `logits` is `[vocab]`.
-    fn choose(&mut self, logits: &[f32]) -> Result<Token, String> {
+    /// The token after all that is known, which the rules then have taken; `logits` is `[vocab]`.
+    fn choose(&mut self, logits: &[f32]) -> Choice {
         let position = self.tokens.len() as u64;
         let nan = || EngineError::LogitNan { position: self.tokens.len() - 1 }.to_string();
         let choice = if self.constraint.is_none() && self.bias.is_empty() {
@@ -398,7 +479,11 @@ impl Choosing<'_> {
             token.top =
                 top(logits, n).into_iter().map(|id| (id, of(logits[id as usize]))).collect();
         }
-        Ok(token)
+        let over = match self.constraint {
+            Some(constraint) if !token.is_end => constraint.accept(token.id)?,
+            _ => false,
+        };
+        Ok((token, over))
     }
 }
 
@@ -420,24 +505,16 @@ fn top(logits: &[f32], n: usize) -> Vec<u32> {
 }
 
 impl Running {
-    /// Takes the chosen token.
-    fn take(&mut self, token: Token, context: usize) {
+    /// Takes the chosen token; with `over` the answer is whole.
+    fn take(&mut self, (token, over): (Token, bool), context: usize) {
         self.first.get_or_insert_with(Instant::now);
         self.tokens.push(token.id);
         self.usage.generated += 1;
         let flow = self.job.listener.token(&token);
-        let over = match &mut self.job.constraint {
-            Some(constraint) if !token.is_end => constraint.accept(token.id),
-            _ => Ok(false),
-        };
-        self.outcome = match over {
-            Err(fault) => Some(Outcome::Failed(fault)),
-            Ok(over) if over || token.is_end || flow == Flow::Stop => Some(Outcome::Stop),
-            Ok(_) => {
-                let full =
-                    self.usage.generated >= self.job.max_tokens || self.tokens.len() >= context;
-                full.then_some(Outcome::Length)
-            }
+        let full = self.usage.generated >= self.job.max_tokens || self.tokens.len() >= context;
+        self.outcome = match over || token.is_end || flow == Flow::Stop {
+            true => Some(Outcome::Stop),
+            false => full.then_some(Outcome::Length),
         };
     }
 }

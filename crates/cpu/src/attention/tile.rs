@@ -50,6 +50,7 @@ unsafe impl Element for f32 {
 }
 
 /// A half.
+// SAFETY: as above.
 unsafe impl Element for [u8; 2] {
     #[inline(always)]
     unsafe fn load<V: Lanes<N>, const N: usize>(from: *const [u8; 2]) -> V {
@@ -59,6 +60,7 @@ unsafe impl Element for [u8; 2] {
 }
 
 /// A signed code.
+// SAFETY: as above.
 unsafe impl Element for [u8; 1] {
     #[inline(always)]
     unsafe fn load<V: Lanes<N>, const N: usize>(from: *const [u8; 1]) -> V {

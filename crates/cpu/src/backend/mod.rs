@@ -13,8 +13,9 @@ use std::ops::Range;
 
 use forebay_models::{VectorRef, WeightRef};
 use forebay_program::{
-    AttentionOp, Backend, BackendError, BufferId, ExpertMatrices, Factor, Head, LinearOp, MoeId,
-    Op, Operand, Pass, Profile, Program, Routing, Vector, VectorForm, Work,
+    AttentionOp, Backend, BackendError, Buffer, BufferId, ExpertMatrices, Factor, Head, KvLayer,
+    LinearOp, MoeId, Op, Operand, Pass, Profile, Program, Routing, SequenceTables, Vector,
+    VectorForm, Work,
 };
 use forebay_quant::{MatrixView, PlaneView, Q8Rows};
 use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
@@ -45,6 +46,8 @@ pub struct CpuShape {
     pub kv_pages: Vec<usize>,
     /// Slots of recurrent state, the zero one included; 0 where no layer is recurrent.
     pub states: usize,
+    /// Most rows of a taped pass; 0: none is.
+    pub tape_rows: usize,
 }
 
 /// Bytes that a backend will own, for the ledger.
@@ -60,12 +63,14 @@ pub struct CpuBytes {
     pub state: u64,
     /// Scratch, packed activations, logits.
     pub scratch: u64,
+    /// For drafting: tapes, and what is resident for the draft block alone. 0 where nothing drafts.
+    pub draft: u64,
 }
 
 /// The CPU backend.
 pub struct CpuBackend {
     program: Arc<Program>,
-    pool: Pool,
+    pool: Arc<Pool>,
     level: Level,
     trunk: TrunkImage,
     vectors: Vec<Vec<f32>>,
@@ -76,6 +81,7 @@ pub struct CpuBackend {
     head: HeadScratch,
     kv: Vec<LayerKv>,
     states: Vec<recurrent::States>,
+    replay: recurrent::Replay,
     routings: Vec<Routing>,
     /// The last guess, whose memory is used by the next.
     guess: Routing,
@@ -110,14 +116,33 @@ impl CpuBackend {
         if program.head.pack.is_some() {
             scratch += Q8Rows::bytes_for(logit_rows, head.cols) as u64;
         }
-        let kv = program.kv_layers.iter().map(|l| {
-            let layout = KvLayout::new(l.n_kv_heads, l.head_dim, shape.kv_type);
-            layout.page_bytes() as u64 * shape.kv_pages[l.class] as u64
-        });
+        let kv_of = |layers: &[KvLayer]| -> u64 {
+            let bytes = layers.iter().map(|l| {
+                let layout = KvLayout::new(l.n_kv_heads, l.head_dim, shape.kv_type);
+                layout.page_bytes() as u64 * shape.kv_pages[l.class] as u64
+            });
+            bytes.sum()
+        };
+        let vectors_of =
+            |vectors: &[Vector]| vectors.iter().map(|v| v.source.len as u64 * 4).sum::<u64>();
+        let trunk_of = |weights: &[WeightRef]| TrunkImage::plan_bytes(&extents(weights));
+        // What is the draft block's alone comes after what is the body's.
+        let (weights, vectors, layers) = match &program.draft {
+            Some(block) => (block.first_weight, block.first_vector, block.kv.0),
+            None => (program.weights.len(), program.vectors.len(), program.kv_layers.len()),
+        };
+        let trunk = trunk_of(&program.weights[..weights]);
+        let tapes = program.recurrent.iter().map(|r| recurrent::tape_bytes(r, shape.tape_rows));
+        let draft = trunk_of(&program.weights).saturating_sub(trunk)
+            + vectors_of(&program.vectors[vectors..])
+            + kv_of(&program.kv_layers[layers..])
+            + tapes.sum::<u64>()
+            + recurrent::Replay::bytes(program, shape.tape_rows);
         CpuBytes {
-            trunk: TrunkImage::plan_bytes(&trunk_extents(program)),
-            vectors: program.vectors.iter().map(|v| v.source.len as u64 * 4).sum(),
-            kv: kv.sum(),
+            trunk,
+            vectors: vectors_of(&program.vectors[..vectors]),
+            kv: kv_of(&program.kv_layers[..layers]),
+            draft,
             state: program
                 .recurrent
                 .iter()
@@ -131,7 +156,7 @@ impl CpuBackend {
     pub fn new(
         program: Arc<Program>,
         shape: &CpuShape,
-        pool: Pool,
+        pool: Arc<Pool>,
         level: Level,
         files: &Arc<FileSet>,
         io: &forebay_store::IoOptions,
@@ -167,8 +192,9 @@ impl CpuBackend {
             states: program
                 .recurrent
                 .iter()
-                .map(|r| recurrent::States::new(r, shape.states))
+                .map(|r| recurrent::States::new(r, shape.states, shape.tape_rows))
                 .collect(),
+            replay: recurrent::Replay::new(&program, shape.tape_rows),
             routings: vec![Routing::default(); program.moes.len()],
             guess: Routing::default(),
             by_expert: ByExpert::default(),
@@ -224,6 +250,51 @@ impl CpuBackend {
             });
         }
         matmul::run_jobs(&self.pool, self.level, &jobs);
+    }
+
+    /// Logits of rows of a stream by a head.
+    fn head_logits(&mut self, head: Head, stream: BufferId, rows: &[u32], out: &mut [f32]) {
+        let mark = self.profiler.begin(self.bytes_moved);
+        let program = self.program.clone();
+        let Head { norm, weight, pack, softcap, .. } = head;
+        let w = &program.weights[weight.0];
+        let d = w.cols;
+        let hidden = self.range(stream, self.max_rows);
+        let gathered = &mut self.head.hidden[..rows.len() * d];
+        for (row, dst) in rows.iter().zip(gathered.chunks_exact_mut(d)) {
+            dst.copy_from_slice(&self.arena[hidden.start + *row as usize * d..][..d]);
+        }
+        let norm_weight = norm.weight.map(|v| self.vectors[v.0].as_slice());
+        let x = RowsMut::dense(gathered, d);
+        ops::rms_norm_heads(&self.pool, self.level, x, d, norm_weight, norm.eps);
+        let gathered = &self.head.hidden[..rows.len() * d];
+        let input = match (&mut self.head.packed, pack) {
+            (Some(packed), Some(_)) => {
+                matmul::pack_rows(&self.pool, self.level, gathered, d, rows.len(), packed);
+                Input::Q8(packed)
+            }
+            _ => Input::F32 { data: gathered, stride: d },
+        };
+        let job = Job {
+            weight: weight_view(&self.trunk, w),
+            input,
+            rows: matmul::Rows::All(rows.len()),
+            out: OutRows::new(&mut *out, w.rows),
+            bias: None,
+        };
+        self.bytes_moved += view_bytes(&job.weight);
+        matmul::run_jobs(&self.pool, self.level, &[job]);
+        if let Some(cap) = softcap {
+            ops::softcap(&self.pool, self.level, cap, out);
+        }
+        self.profiler.end(mark, self.bytes_moved, || {
+            let macs = (rows.len() * w.rows * w.cols) as u64;
+            let work = match pack {
+                Some(_) => Work { integer_macs: macs, ..Work::default() },
+                None => Work { float_macs: macs, ..Work::default() },
+            };
+            (format!("head ({})", w.format.name()), work)
+        });
     }
 
     fn attention(&mut self, pass: &Pass<'_>, op: &AttentionOp) {
@@ -309,47 +380,7 @@ impl Backend for CpuBackend {
     }
 
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
-        let mark = self.profiler.begin(self.bytes_moved);
-        let program = self.program.clone();
-        let Head { norm, weight, pack, softcap, .. } = program.head;
-        let w = &program.weights[weight.0];
-        let d = w.cols;
-        let hidden = self.range(program.hidden, self.max_rows);
-        let gathered = &mut self.head.hidden[..rows.len() * d];
-        for (row, dst) in rows.iter().zip(gathered.chunks_exact_mut(d)) {
-            dst.copy_from_slice(&self.arena[hidden.start + *row as usize * d..][..d]);
-        }
-        let norm_weight = norm.weight.map(|v| self.vectors[v.0].as_slice());
-        let x = RowsMut::dense(gathered, d);
-        ops::rms_norm_heads(&self.pool, self.level, x, d, norm_weight, norm.eps);
-        let gathered = &self.head.hidden[..rows.len() * d];
-        let input = match (&mut self.head.packed, pack) {
-            (Some(packed), Some(_)) => {
-                matmul::pack_rows(&self.pool, self.level, gathered, d, rows.len(), packed);
-                Input::Q8(packed)
-            }
-            _ => Input::F32 { data: gathered, stride: d },
-        };
-        let job = Job {
-            weight: weight_view(&self.trunk, w),
-            input,
-            rows: matmul::Rows::All(rows.len()),
-            out: OutRows::new(&mut *out, w.rows),
-            bias: None,
-        };
-        self.bytes_moved += view_bytes(&job.weight);
-        matmul::run_jobs(&self.pool, self.level, &[job]);
-        if let Some(cap) = softcap {
-            ops::softcap(&self.pool, self.level, cap, out);
-        }
-        self.profiler.end(mark, self.bytes_moved, || {
-            let macs = (rows.len() * w.rows * w.cols) as u64;
-            let work = match pack {
-                Some(_) => Work { integer_macs: macs, ..Work::default() },
-                None => Work { float_macs: macs, ..Work::default() },
-            };
-            (format!("head ({})", w.format.name()), work)
-        });
+        self.head_logits(self.program.head, self.program.hidden, rows, out);
         Ok(())
     }
 
@@ -364,6 +395,34 @@ impl Backend for CpuBackend {
 
     fn profile(&self) -> Profile {
         self.profiler.profile()
+    }
+
+    fn can_replay(&self) -> bool {
+        true
+    }
+
+    fn replay(&mut self, sequence: &SequenceTables<'_>, rows: usize) {
+        self.replay_states(sequence.state, rows);
+    }
+
+    fn read(&self, buffer: BufferId, rows: Range<usize>, out: &mut Vec<f32>) {
+        let Buffer { width, offset } = self.program.buffers[buffer.0];
+        let start = offset * self.max_rows;
+        out.extend_from_slice(&self.arena[start + rows.start * width..start + rows.end * width]);
+    }
+
+    fn write(&mut self, buffer: BufferId, rows: &[f32]) {
+        let width = self.program.buffers[buffer.0].width;
+        assert_eq!(rows.len() % width, 0, "whole rows");
+        let range = self.range(buffer, rows.len() / width);
+        self.arena[range].copy_from_slice(rows);
+    }
+
+    fn draft_logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
+        let block = self.program.draft.as_ref().expect("a program with a draft block");
+        let (head, stream) = (block.head, block.stream);
+        self.head_logits(head, stream, rows, out);
+        Ok(())
     }
 
     fn save_page(&self, class: usize, page: u32, out: &mut Vec<u8>) -> bool {
@@ -464,6 +523,7 @@ impl CpuBackend {
             Op::SplitHeads { src, query, gate, head_dim } => {
                 self.split_heads([*src, *query, *gate], *head_dim, rows);
             }
+            Op::Join { a, b, dst } => self.join([*a, *b, *dst], rows),
             Op::Gate { gate, buf, function } => self.gate(*gate, *buf, *function, rows),
             Op::ConvSilu { layer, src, dst } => self.conv_silu(pass, *layer, *src, *dst),
             Op::DeltaRule { layer, qkv, a, b, dst } => {
@@ -554,7 +614,11 @@ fn disjoint<'a>(arena: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f
 }
 
 fn trunk_extents(program: &Program) -> Vec<forebay_models::Extent> {
-    program.weights.iter().flat_map(|w| w.planes.iter().map(|p| p.extent)).collect()
+    extents(&program.weights)
+}
+
+fn extents(weights: &[WeightRef]) -> Vec<forebay_models::Extent> {
+    weights.iter().flat_map(|w| w.planes.iter().map(|p| p.extent)).collect()
 }
 
 fn weight_view<'a>(trunk: &'a TrunkImage, w: &WeightRef) -> MatrixView<'a> {

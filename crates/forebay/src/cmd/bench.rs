@@ -1,14 +1,18 @@
 //! `bench`: prefill and decode, measured, with the bandwidths of the same run beside them.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_cpu::{Level, Pool, peak};
 use forebay_engine::generate::Next;
-use forebay_engine::{Control, Engine, GenerateParams, Sampler, SamplerParams, Stats};
+use forebay_engine::speculate::Script;
+use forebay_engine::{
+    Control, DrafterChoice, Engine, GenerateParams, Sampler, SamplerParams, Stats,
+};
 use forebay_store::Residency;
 
-use crate::args::{BenchArgs, Options};
+use crate::args::{BenchArgs, Options, SpeculateArg};
 use crate::failure::usage;
 use crate::measure::{Bandwidths, Report, Sample};
 use crate::model::{self, Loaded};
@@ -22,12 +26,24 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     if args.prompt_tokens == 0 || args.repeat == 0 {
         return Err(usage("--prompt-tokens and --repeat must be at least 1"));
     }
+    if args.scripted.is_some_and(|rate| !(0.0..=1.0).contains(&rate)) {
+        return Err(usage("--scripted must be between 0 and 1"));
+    }
     let memory = memory_bandwidth(&args.model.options);
     let peaks = if args.profile { peaks(&args.model.options) } else { None };
-    let needed = [args.depth, args.prompt_tokens, args.gen_tokens, 1];
+    let own = args.prompt_ids.as_deref().map(model::read_ids).transpose()?;
+    let prompt_tokens = own.as_ref().map_or(args.prompt_tokens, Vec::len);
+    let needed = [args.depth, prompt_tokens, args.gen_tokens, 1];
     let needed = needed.into_iter().fold(0, usize::saturating_add);
+    let script = args.scripted.map(|right| {
+        let with_block = args.model.options.speculate == Some(SpeculateArg::Mtp);
+        Arc::new(Script { wrong: 1.0 - right, with_block, ..Script::default() })
+    });
     let mut loaded = model::load(&args.model, |o| {
         o.context.get_or_insert(needed);
+        if let Some(script) = &script {
+            o.speculate.drafter = DrafterChoice::Scripted(script.clone());
+        }
     })?;
     let context = loaded.engine.plan.context;
     if needed > context {
@@ -40,12 +56,27 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     }
     let cancel = interruption();
     let vocab = loaded.engine.spec.vocab_size as u64;
-    let prompt = random_ids(args.depth + args.prompt_tokens, vocab);
+    let sampling = match own {
+        Some(_) => SamplerParams::default(),
+        // Drawn from all tokens: the most likely one again and again would choose the same experts.
+        None => SamplerParams { temperature: 1.0, ..SamplerParams::default() },
+    };
+    let prompt = own.unwrap_or_else(|| random_ids(args.depth + prompt_tokens, vocab));
     let (depth, prompt) = prompt.split_at(args.depth);
     let mut samples = Vec::new();
+    if let Some(script) = &script {
+        let (sample, generated) =
+            sample(&mut loaded.engine, depth, prompt, &sampling, args.gen_tokens, &cancel)?;
+        let rate = sample.step_s.len() as f64 / sample.step_s.iter().sum::<f64>();
+        note!("  recorded     {rate:.2} tokens/s without drafts");
+        let all = [depth, prompt, &generated].concat();
+        script.tokens.set(all).expect("recorded once");
+    }
     let bar = Bar::steps("measuring");
     for i in 0..args.repeat {
-        samples.push(sample(&mut loaded.engine, depth, prompt, args.gen_tokens, &cancel)?);
+        samples.push(
+            sample(&mut loaded.engine, depth, prompt, &sampling, args.gen_tokens, &cancel)?.0,
+        );
         bar.set(i as u64 + 1, args.repeat as u64);
     }
     bar.clear();
@@ -81,9 +112,10 @@ fn sample(
     engine: &mut Engine,
     depth: &[u32],
     prompt: &[u32],
+    sampling: &SamplerParams,
     gen_tokens: usize,
     cancel: &std::sync::atomic::AtomicBool,
-) -> anyhow::Result<Sample> {
+) -> anyhow::Result<(Sample, Vec<u32>)> {
     let mut sequence = engine.new_sequence();
     let mut control = Control { cancel, progress: &mut |_, _| {} };
     if !depth.is_empty() {
@@ -93,10 +125,7 @@ fn sample(
     let mut after_prompt: Option<Stats> = None;
     // The first token comes from the prompt's logits: one more gives `gen_tokens` decode steps.
     let params = GenerateParams { max_tokens: gen_tokens + 1, ignore_eos: true, eos_ids: vec![] };
-    // Drawn from all tokens: the most likely one again and again would choose the same experts.
-    let drawn =
-        SamplerParams { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, ..Default::default() };
-    let mut sampler = Sampler::new(drawn);
+    let mut sampler = Sampler::new(sampling.clone());
     let generated = engine.generate(
         &mut sequence,
         prompt,
@@ -114,7 +143,8 @@ fn sample(
     engine.release(&mut sequence);
     let after = engine.stats();
     let middle = after_prompt.unwrap_or_else(|| after.clone());
-    Ok(Sample::new(prompt.len(), &generated, [&before, &middle, &after]))
+    let sample = Sample::new(prompt.len(), &generated, [&before, &middle, &after]);
+    Ok((sample, generated.tokens))
 }
 
 /// Ids without meaning, the same in every run.

@@ -1,0 +1,303 @@
+//! What is taken back leaves no trace: keys, values, states and logits against those of a run that never saw it.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use forebay_cpu::attention::{BLOCK, KvLayout, KvType};
+use rstest::rstest;
+
+use super::*;
+use crate::EngineOptions;
+use crate::engine::Opened;
+use crate::forward::{Batch, Control};
+use crate::options::ResidencyChoice;
+use crate::sampler::uniform;
+
+const TOKENS: usize = 96;
+const MOST: usize = 8;
+
+fn model(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models").join(name)
+}
+
+fn load(name: &str, speculate: SpeculateOptions) -> Engine {
+    let options = EngineOptions {
+        residency: ResidencyChoice::Resident,
+        threads: Some(2),
+        chunk: Some(16),
+        context: Some(256),
+        kv: Some(KvType::F16),
+        speculate,
+        ..EngineOptions::default()
+    };
+    Engine::load(Opened::open(&model(name), options).unwrap(), &mut |_, _| {}).unwrap()
+}
+
+/// Longer than the windows of the tiny models and some blocks.
+fn prompt() -> Vec<u32> {
+    (0..75).map(|i| (uniform(3, i, 0) * 4000.0) as u32 + 3).collect()
+}
+
+/// Drafts the right tokens first and then wrong ones.
+struct Forced {
+    truth: Vec<u32>,
+    /// Tokens of the next draft, and how many of them are right.
+    next: Arc<Mutex<(usize, usize)>>,
+}
+
+impl Drafter for Forced {
+    fn name(&self) -> &'static str {
+        "forced"
+    }
+
+    fn draft(&mut self, _: &mut Engine, request: &mut DraftRequest<'_>) -> Result<(), EngineError> {
+        let (most, right) = *self.next.lock().unwrap();
+        let from = request.tokens.len();
+        let truth = self.truth.get(from..).unwrap_or_default();
+        for (i, &token) in truth.iter().take(most.min(request.most)).enumerate() {
+            request.push(if i < right { token } else { (token + 7) % 4096 });
+        }
+        Ok(())
+    }
+}
+
+/// Keys and values of all positions that a row can still see, and the recurrent state.
+fn state(engine: &Engine, sequence: &Sequence) -> Vec<u8> {
+    let mut out = Vec::new();
+    let tables = sequence.tables();
+    for (class, window) in engine.program.kv_windows.iter().enumerate() {
+        let first = window.map_or(0, |w| (sequence.len() + 1).saturating_sub(w));
+        for block in first / BLOCK..sequence.len().div_ceil(BLOCK) {
+            let mut page = Vec::new();
+            assert!(engine.backend.save_page(class, tables.classes[class][block], &mut page));
+            let mut page = page.as_slice();
+            for layer in engine.program.kv_layers.iter().filter(|layer| layer.class == class) {
+                let layout = KvLayout::new(layer.n_kv_heads, layer.head_dim, KvType::F16);
+                let (bytes, rest) = page.split_at(layout.page_bytes());
+                page = rest;
+                for position in (block * BLOCK..(block + 1) * BLOCK).filter(|p| *p < sequence.len())
+                {
+                    for head in bytes.chunks_exact(bytes.len() / layer.n_kv_heads) {
+                        let (keys, values) = head.split_at(head.len() / 2);
+                        let slot = position % BLOCK;
+                        let key = keys.chunks_exact(2 * BLOCK);
+                        out.extend(key.flat_map(|k| &k[2 * slot..2 * slot + 2]));
+                        out.extend(&values[2 * slot * layer.head_dim..][..2 * layer.head_dim]);
+                    }
+                }
+            }
+            assert!(page.is_empty());
+        }
+    }
+    if engine.keeps_exactly() {
+        assert!(engine.backend.save_state(tables.state[0], &mut out));
+    }
+    out
+}
+
+fn hash(bytes: &[u8]) -> blake3::Hash {
+    blake3::hash(bytes)
+}
+
+fn bits(logits: &[f32]) -> blake3::Hash {
+    hash(&logits.iter().flat_map(|l| l.to_bits().to_le_bytes()).collect::<Vec<u8>>())
+}
+
+/// All tokens, and after each of them: state and logits.
+struct Truth {
+    tokens: Vec<u32>,
+    states: Vec<blake3::Hash>,
+    logits: Vec<blake3::Hash>,
+}
+
+/// Token by token, without a drafter; tokens are drawn, so that they do not repeat themselves.
+fn truth(name: &str) -> Truth {
+    let mut engine = load(name, SpeculateOptions::default());
+    let mut sequence = engine.new_sequence();
+    let mut tokens = prompt();
+    let mut sampler = Sampler::new(drawn());
+    let last = Control::none(|c| engine.prefill(&mut sequence, &tokens, c)).unwrap();
+    let (mut states, mut all) = (vec![hash(&state(&engine, &sequence))], vec![bits(&last)]);
+    let mut logits = last;
+    for _ in 0..TOKENS {
+        let choice = sampler.sample(&logits, &tokens, tokens.len() as u64).unwrap();
+        tokens.push(choice.token);
+        let batch = Batch::single(&[choice.token], vec![0]);
+        Control::none(|c| {
+            engine.forward(&batch, &mut [&mut sequence], c, &mut |_, l| {
+                logits = l.to_vec();
+                Ok(())
+            })
+        })
+        .unwrap();
+        states.push(hash(&state(&engine, &sequence)));
+        all.push(bits(&logits));
+    }
+    Truth { tokens, states, logits: all }
+}
+
+fn drawn() -> SamplerParams {
+    SamplerParams { temperature: 1.0, seed: 11, ..SamplerParams::default() }
+}
+
+/// For every family: random drafts of 1 to 8 tokens, accepted to random lengths, at every position.
+#[rstest]
+#[case("tiny-gpt-oss")]
+#[case("tiny-qwen3-moe/qwen3_moe-Q4_K_M.gguf")]
+#[case("tiny-gemma4-mlx4")]
+#[case("tiny-qwen3.5-moe/qwen3_5_moe-Q4_K_M.gguf")]
+fn what_is_taken_back_leaves_no_trace(#[case] name: &str) {
+    let truth = truth(name);
+    let script = DrafterChoice::Scripted(Arc::default());
+    let speculate = SpeculateOptions { drafter: script, tokens: Some(MOST), always: true };
+    let mut engine = load(name, speculate);
+    let next = Arc::new(Mutex::new((0, 0)));
+    let forced = Forced { truth: truth.tokens.clone(), next: next.clone() };
+    engine.speculation.as_mut().unwrap().drafter = Box::new(forced);
+    let prompt = prompt();
+    let mut lengths = std::collections::BTreeSet::new();
+    for seed in 0..6 {
+        let mut sequence = engine.new_sequence();
+        engine.follow(&sequence, &[]);
+        Control::none(|c| engine.prefill(&mut sequence, &prompt, c)).unwrap();
+        let mut sampler = Sampler::new(drawn());
+        while sequence.len() < prompt.len() + TOKENS - MOST {
+            let at = sequence.len();
+            let random = |choice, n: usize| (uniform(seed, at as u64, choice) * n as f64) as usize;
+            let drafted = 1 + random(1, MOST);
+            let right = random(2, drafted + 1);
+            *next.lock().unwrap() = (drafted, right);
+            let mut known = truth.tokens[..=at].to_vec();
+            let turn = Turn { token: known[at], params: &drawn(), recent: &[], most: MOST + 1 };
+            let round = Control::none(|c| {
+                engine.round(&mut sequence, &turn, c, &mut |logits, before| {
+                    assert_eq!(bits(logits), truth.logits[at + before + 1 - prompt.len()]);
+                    let choice = sampler.sample(logits, &known, known.len() as u64).unwrap();
+                    known.push(choice.token);
+                    Ok(Chosen::More(choice.token))
+                })
+            })
+            .unwrap();
+            assert_eq!(round.chosen(), right + 1);
+            assert_eq!(known, truth.tokens[..known.len()]);
+            // Sometimes an answer ends before all that was chosen.
+            let used = 1 + random(3, 2 * (right + 1)).min(right);
+            engine.settle(&mut sequence, round, used).unwrap();
+            assert_eq!(sequence.len(), at + used);
+            let found = hash(&state(&engine, &sequence));
+            assert_eq!(
+                found,
+                truth.states[sequence.len() - prompt.len()],
+                "{drafted} {right} {used}"
+            );
+            lengths.insert((drafted, used));
+        }
+        engine.release(&mut sequence);
+    }
+    assert!(lengths.len() > 25, "{lengths:?}");
+    let free = engine.pages.free_pages();
+    let all = &engine.plan.shape.kv_pages[..free.len()];
+    assert_eq!(free, all, "no page is lost");
+}
+
+/// Answers of another implementation for the tiny model's block (fp32): logits for one position, and how often the block's best
+/// token is the head's one position later. In the shared folder, where it is there.
+#[test]
+fn the_block_agrees_with_the_reference() {
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared");
+    let dir = std::env::var_os("FOREBAY_SHARED").map_or_else(beside, PathBuf::from).join("models");
+    let Ok(answers) = std::fs::read(dir.join("qwen3_5_moe/mtp.json")) else {
+        println!("skipped, there is no shared folder with a reference for the block");
+        return;
+    };
+    let answers: serde_json::Value = serde_json::from_slice(&answers).unwrap();
+    let prompts = std::fs::read(dir.join("prompts.json")).unwrap();
+    let prompts: Vec<Vec<u32>> = serde_json::from_slice(&prompts).unwrap();
+    let gguf = "qwen3_5_moe/gguf/qwen3_5_moe-BF16.gguf";
+    for (files, chunk) in
+        [("qwen3_5_moe/hf", 1024), ("qwen3_5_moe/pub", 1024), (gguf, 1024), (gguf, 7)]
+    {
+        let options = EngineOptions {
+            residency: ResidencyChoice::Resident,
+            threads: Some(2),
+            chunk: Some(chunk),
+            context: Some(1024),
+            precision: Some(forebay_program::Precision::F32),
+            speculate: SpeculateOptions { drafter: DrafterChoice::Mtp, ..Default::default() },
+            ..EngineOptions::default()
+        };
+        let opened = Opened::open(&dir.join(files), options).unwrap();
+        let mut engine = Engine::load(opened, &mut |_, _| {}).unwrap();
+        for case in answers["cases"].as_array().unwrap() {
+            let n = case["prompt_length"].as_u64().unwrap() as usize;
+            let prompt = prompts.iter().find(|p| p.len() == n).unwrap();
+            let mut sequence = engine.new_sequence();
+            engine.follow(&sequence, &[]);
+            // Best token of the model's own head, per position.
+            let mut best = Vec::new();
+            for chunk in prompt.chunks(chunk) {
+                let batch = Batch::single(chunk, (0..chunk.len() as u32).collect());
+                Control::none(|c| {
+                    engine.forward(&batch, &mut [&mut sequence], c, &mut |_, logits| {
+                        best.push(argmax(logits));
+                        Ok(())
+                    })
+                })
+                .unwrap();
+            }
+            // The last pass was the block's, over all rows but the last token's.
+            if chunk >= n && n > WAITING_AT_MOST {
+                let block: Vec<usize> =
+                    (0..n - 1).map(|row| engine.draft_logits(row, argmax).unwrap()).collect();
+                let same = block.iter().zip(&best[1..]).filter(|(a, b)| a == b).count();
+                let agreement = same as f64 / (n - 1) as f64;
+                let reference = case["mtp_agreement"].as_f64().unwrap();
+                assert!(
+                    (agreement - reference).abs() < 1e-4,
+                    "{files} {n}: {agreement}, {reference}"
+                );
+            }
+            let logits = last_logits(&mut engine, prompt);
+            let last = &case["mtp_last"];
+            let ids = last["top_ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap());
+            let values = last["top_logits"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap());
+            for (id, value) in ids.zip(values) {
+                let found = logits[id as usize] as f64;
+                assert!((found - value).abs() < 2e-3, "{files} {n}, token {id}: {found}, {value}");
+            }
+            engine.release(&mut sequence);
+        }
+    }
+}
+
+/// Prompts up to so many tokens wait for a draft before the block runs.
+const WAITING_AT_MOST: usize = MOST_TOKENS + 1;
+
+fn argmax(logits: &[f32]) -> usize {
+    (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap()
+}
+
+/// The block's logits for the row of the last but one token: of a draft after all but the last token.
+fn last_logits(engine: &mut Engine, prompt: &[u32]) -> Vec<f32> {
+    let mut sequence = engine.new_sequence();
+    engine.follow(&sequence, &[]);
+    let (last, begin) = prompt.split_last().unwrap();
+    Control::none(|c| engine.prefill(&mut sequence, begin, c)).unwrap();
+    let mut s = engine.speculation.take().unwrap();
+    s.tokens.push(*last);
+    let mut sampler = Sampler::new(SamplerParams::default());
+    let mut request = DraftRequest {
+        tokens: &s.tokens,
+        most: 1,
+        drafts: Vec::new(),
+        sampler: &mut sampler,
+        recent: Vec::new(),
+        position: prompt.len() as u64,
+    };
+    s.drafter.draft(engine, &mut request).unwrap();
+    assert_eq!(request.drafts.len(), 1);
+    let logits = engine.logits.clone();
+    engine.speculation = Some(s);
+    engine.release(&mut sequence);
+    logits
+}
