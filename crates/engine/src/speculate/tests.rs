@@ -257,6 +257,7 @@ fn the_block_agrees_with_the_reference() {
                     "{files} {n}: {agreement}, {reference}"
                 );
             }
+            engine.release(&mut sequence);
             let logits = last_logits(&mut engine, prompt);
             let last = &case["mtp_last"];
             let ids = last["top_ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap());
@@ -265,7 +266,6 @@ fn the_block_agrees_with_the_reference() {
                 let found = logits[id as usize] as f64;
                 assert!((found - value).abs() < 2e-3, "{files} {n}, token {id}: {found}, {value}");
             }
-            engine.release(&mut sequence);
         }
     }
 }
