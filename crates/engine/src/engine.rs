@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay_cpu::backend::CpuBackend;
 use forebay_cpu::{Level, Pool};
 use forebay_cuda::{CudaBackend, Gpu};
-use forebay_files::{Catalog, Disk, FileAccess};
+use forebay_files::{Catalog, Disk, FileAccess, FileEntry};
 use forebay_models::ModelSpec;
 use forebay_program::{Backend, Extras, Program, TapSet, lower_with};
 use forebay_store::pressure::PressureGauge;
@@ -24,6 +24,7 @@ use crate::pilot::{Pilot, PilotCounts, Prefetch};
 use crate::plan::{MemoryPlan, PlanInput};
 use crate::prefix::PrefixCache;
 use crate::rows::RowReader;
+use crate::speculate::setup::BlockFiles;
 use crate::speculate::{Speculation, setup};
 use crate::state::{PagePool, Sequence};
 use crate::stats::Stats;
@@ -46,9 +47,11 @@ pub struct Opened {
     /// Vectors that steer.
     pub steer: Arc<SteerVectors>,
     /// Places that are captured.
-    captured: TapSet,
+    pub(crate) captured: TapSet,
     /// A draft model.
     pub draft: Option<Box<Opened>>,
+    /// A block drafter.
+    pub block: Option<Box<BlockFiles>>,
 }
 
 impl Opened {
@@ -72,6 +75,8 @@ impl Opened {
         let spec = forebay_models::read_with(access, &catalog)?;
         setup::resolve(&mut options, &spec)?;
         let draft = setup::open_model(&options, &spec)?;
+        let files = catalog.files.len() as u32;
+        let block_files = setup::open_block(access, &mut options, &spec, files)?;
         let streams = matches!(options.residency, ResidencyChoice::Auto | ResidencyChoice::Stream);
         let pilot = streams && options.prefetch != Prefetch::Off;
         let shape = Shape { layers: spec.layers.len(), width: spec.hidden_size };
@@ -80,7 +85,7 @@ impl Opened {
         let captured = capture::taps(&options.capture, shape.layers, &routed)?;
         let mut taps = steer.taps();
         taps.extend(captured.iter());
-        let extras = Extras { pilot, taps, ..setup::extras(&options) };
+        let extras = Extras { pilot, taps, ..setup::extras(&options, block_files.as_deref()) };
         let program = Arc::new(lower_with(&spec, options.precision(), extras));
         let block = spec.multi_token.iter().filter(|_| program.draft.is_some());
         let layers = spec.layers.iter().chain(block.map(|block| &block.layer));
@@ -89,7 +94,8 @@ impl Opened {
             Some(LayerExperts { layer, experts: routed.experts.weights.clone() })
         });
         let store = StoreSpec { layers: layers.collect() };
-        Ok(Opened { catalog, spec, program, store, options, steer, captured, draft })
+        let block = block_files;
+        Ok(Opened { catalog, spec, program, store, options, steer, captured, draft, block })
     }
 
     /// The budget in bytes.
@@ -242,9 +248,11 @@ impl Engine {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Engine, EngineError> {
         let Opened { catalog, mut spec, program, store: store_spec, options, .. } = opened;
-        let Opened { steer, captured, draft, .. } = opened;
+        let Opened { steer, captured, draft, block, .. } = opened;
         drop_experts(&mut spec);
-        let mut files = FileSet::open(&catalog.files, options.io)?;
+        let beside = block.iter().flat_map(|block| &block.files);
+        let entries: Vec<FileEntry> = catalog.files.iter().chain(beside).cloned().collect();
+        let mut files = FileSet::open(&entries, options.io)?;
         if let Some(also) = &options.also {
             files.add_copy(&catalog, &Catalog::open(also)?)?;
         }
@@ -293,7 +301,7 @@ impl Engine {
             gpu: None,
             reason,
         });
-        engine.speculation = setup::build(&engine, &speculate, draft, &pool)?;
+        engine.speculation = setup::build(&engine, &speculate, (draft, block), &pool)?;
         Ok(engine)
     }
 

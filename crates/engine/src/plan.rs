@@ -14,7 +14,7 @@ use crate::device::DevicePlan;
 use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
-use crate::speculate::setup;
+use crate::speculate::{MOST_TOKENS, setup};
 use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
 
 const MIB: u64 = 1 << 20;
@@ -250,8 +250,10 @@ impl PlanInput<'_> {
         let chunk = chunk.min(context);
         let o = self.options;
         let (mut kv_pages, states) = sequence_memory(self.program, o, chunk, context);
-        // The draft block follows one sequence.
-        kv_pages.extend(self.program.draft.as_ref().map(|_| context.div_ceil(BLOCK)));
+        // What drafts follows one sequence; a block of masks comes behind it.
+        let block = self.program.block_draft.as_ref().map(|_| MOST_TOKENS + 1);
+        let beyond = self.program.draft.as_ref().map(|_| 0).or(block);
+        kv_pages.extend(beyond.map(|rows| (context + rows).div_ceil(BLOCK)));
         let tape_rows = o.speculate.tape_rows().min(chunk);
         let shape = CpuShape { max_rows: chunk, kv_type: o.kv(), kv_pages, states, tape_rows };
         let CpuBytes { trunk, vectors, kv, state, scratch, draft } =

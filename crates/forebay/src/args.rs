@@ -203,7 +203,7 @@ pub struct Options {
     /// else by what was said before; and only while it is measured to be quicker.
     #[arg(long, env = "FOREBAY_SPECULATE", value_enum)]
     pub speculate: Option<SpeculateArg>,
-    /// A small model with the same tokenizer, for --speculate draft.
+    /// A small model with the same tokenizer, for --speculate draft, or the folder of a DFlash drafter, for --speculate dflash.
     #[arg(long, env = "FOREBAY_DRAFT_MODEL", value_name = "PATH")]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft, up to 15; the drafter's own number unless told.
@@ -360,6 +360,8 @@ value_enum!(
         Mtp,
         /// The model of --draft-model
         Draft,
+        /// The DFlash block drafter of --draft-model
+        Dflash,
     }
 );
 value_enum!(
@@ -486,11 +488,15 @@ impl Options {
         use crate::failure::usage;
         Ok(match (self.speculate, &self.draft_model) {
             (None | Some(SpeculateArg::Draft), Some(path)) => DrafterChoice::Model(path.clone()),
+            (Some(SpeculateArg::Dflash), Some(path)) => DrafterChoice::Dflash(path.clone()),
+            (Some(SpeculateArg::Dflash), None) => {
+                return Err(usage("--speculate dflash needs --draft-model PATH"));
+            }
             (Some(SpeculateArg::Draft), None) => {
                 return Err(usage("--speculate draft needs --draft-model PATH"));
             }
             (Some(_), Some(_)) => {
-                return Err(usage("--draft-model is for --speculate draft"));
+                return Err(usage("--draft-model is for --speculate draft and dflash"));
             }
             (None | Some(SpeculateArg::Off), None) => DrafterChoice::Off,
             (Some(SpeculateArg::Auto), None) => DrafterChoice::Auto,

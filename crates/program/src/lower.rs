@@ -1,10 +1,12 @@
 //! From a spec to a program: one walk over the layers, straight down.
 
+mod block;
+
 use std::collections::HashMap;
 
 use forebay_models::{
-    Attention, Decay, DeltaNet, DenseBranch, Layer, Linear, Mixer, ModelSpec, MultiToken, Norm,
-    RoutedBranch, VectorRef, WeightRef,
+    Attention, BlockDrafter, Decay, DeltaNet, DenseBranch, Layer, Linear, Mixer, ModelSpec,
+    MultiToken, Norm, RoutedBranch, VectorRef, WeightRef,
 };
 use forebay_quant::{ActOrder, Format};
 
@@ -13,7 +15,7 @@ use crate::scratch::{self, Life};
 use crate::tap::{Point, Tap, TapSet};
 
 /// What a program has besides the model's own operations.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extras {
     /// A [`Pilot`] at every routed layer but the last.
     pub pilot: bool,
@@ -23,6 +25,8 @@ pub struct Extras {
     pub kept_layers: Vec<usize>,
     /// The multi-token-prediction block, which the model has: [`Program::draft`].
     pub multi_token: bool,
+    /// A block drafter, which looks at kept layers: [`Program::block_draft`].
+    pub block: Option<BlockDrafter>,
 }
 
 /// Lowers a model for one precision.
@@ -65,11 +69,15 @@ pub fn lower_with(spec: &ModelSpec, precision: Precision, extras: Extras) -> Pro
     }
     let block = spec.multi_token.as_deref().filter(|_| l.extras.multi_token);
     let draft = block.map(|block| l.draft_block(block, hidden));
+    let drafter = l.extras.block.take();
+    let block_draft = drafter.as_ref().map(|drafter| l.block_drafter(drafter, &kept_layers));
     // What others read when a pass is over is not overwritten by a pass of the draft block.
     for (_, kept) in &kept_layers {
         l.touch(*kept);
     }
-    Program { kept_layers, draft, ..l.finish(hidden) }
+    let mut program = Program { kept_layers, draft, block_draft, ..l.finish(hidden) };
+    program.ropes.extend(drafter.map(|drafter| drafter.rope));
+    program
 }
 
 struct Lowering<'a> {
@@ -379,6 +387,7 @@ impl<'a> Lowering<'a> {
             n_heads: a.n_heads,
             scale: a.scale,
             window: a.window,
+            two_way: false,
             sinks,
         }));
         if let Some(gate) = gate {
@@ -572,6 +581,7 @@ impl<'a> Lowering<'a> {
             head,
             kept_layers: Vec::new(),
             draft: None,
+            block_draft: None,
         }
     }
 }

@@ -106,6 +106,8 @@ pub struct AttentionOp {
     pub scale: f32,
     /// Sliding window in positions.
     pub window: Option<usize>,
+    /// Rows see all rows of their sequence in the pass, those after them as well.
+    pub two_way: bool,
     /// `[n_heads]`
     pub sinks: Option<VectorId>,
 }
@@ -460,6 +462,46 @@ pub struct Program {
     pub kept_layers: Vec<(usize, BufferId)>,
     /// The model's own block for drafting, where it is wanted.
     pub draft: Option<DraftBlock>,
+    /// A block drafter beside the model, where one is given.
+    pub block_draft: Option<BlockDraft>,
+}
+
+impl Program {
+    /// What drafts, where something does: (first matrix, first vector, first KV layer) that are its alone.
+    pub fn drafter_parts(&self) -> Option<(usize, usize, usize)> {
+        let own = self.draft.as_ref().map(|b| (b.first_weight, b.first_vector, b.kv.0));
+        own.or_else(|| {
+            let beside = self.block_draft.as_ref();
+            beside.map(|b| (b.first_weight, b.first_vector, b.kv.start))
+        })
+    }
+
+    /// Head and stream of what drafts.
+    pub fn drafter_head(&self) -> Option<(Head, BufferId)> {
+        let own = self.draft.as_ref().map(|b| (b.head, b.stream));
+        own.or_else(|| self.block_draft.as_ref().map(|b| (b.head, b.stream)))
+    }
+}
+
+/// A block drafter: a small model of its own weights that fills a block of masks, given features of the target. It shares the
+/// target's head, scratch and kernels, and has keys and values of its own: KV layers of a class behind those of
+/// [`Program::kv_windows`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockDraft {
+    /// Run right after a pass of the body: its rows of [`Program::kept_layers`] become keys and values of context.
+    pub context: Vec<Op>,
+    /// Run over the rows of a block.
+    pub block: Vec<Op>,
+    /// Residual stream of the block `[rows, d]`: embeddings before, what the head reads after.
+    pub stream: BufferId,
+    /// Its norm and the model's own head.
+    pub head: Head,
+    /// Matrices from here on are the drafter's alone.
+    pub first_weight: usize,
+    /// Vectors from here on are the drafter's alone.
+    pub first_vector: usize,
+    /// Its keys and values, layer by layer.
+    pub kv: std::ops::Range<usize>,
 }
 
 /// A multi-token-prediction block: from the state of a position and the next token it drafts the token after that. It is run

@@ -127,10 +127,8 @@ impl CpuBackend {
             |vectors: &[Vector]| vectors.iter().map(|v| v.source.len as u64 * 4).sum::<u64>();
         let trunk_of = |weights: &[WeightRef]| TrunkImage::plan_bytes(&extents(weights));
         // What is the draft block's alone comes after what is the body's.
-        let (weights, vectors, layers) = match &program.draft {
-            Some(block) => (block.first_weight, block.first_vector, block.kv.0),
-            None => (program.weights.len(), program.vectors.len(), program.kv_layers.len()),
-        };
+        let all = (program.weights.len(), program.vectors.len(), program.kv_layers.len());
+        let (weights, vectors, layers) = program.drafter_parts().unwrap_or(all);
         let trunk = trunk_of(&program.weights[..weights]);
         let tapes = program.recurrent.iter().map(|r| recurrent::tape_bytes(r, shape.tape_rows));
         let draft = trunk_of(&program.weights).saturating_sub(trunk)
@@ -303,10 +301,21 @@ impl CpuBackend {
         let q_range = self.range(op.q, rows);
         let dst_range = self.range(op.dst, rows);
         let kv = &self.kv[op.kv.0];
-        let attn_rows = attention_rows(pass, class);
+        let mut attn_rows = attention_rows(pass, class);
+        let mut window = op.window;
+        if op.two_way {
+            // Who sees to the end of its rows sees what the last of them sees; a window grows by as many.
+            let mut longest = 0;
+            for rows in attn_rows.chunk_by_mut(|a, _| !a.last_of_sequence) {
+                let last = rows.last().map_or(0, |row| row.pos);
+                rows.iter_mut().for_each(|row| row.pos = last);
+                longest = longest.max(rows.len());
+            }
+            window = window.map(|w| w + longest - 1);
+        }
         let position_bytes = kv.layout.page_bytes() as u64 / attention::BLOCK as u64;
         for row in &attn_rows {
-            let seen = (row.pos as u64 + 1).min(op.window.unwrap_or(usize::MAX) as u64);
+            let seen = (row.pos as u64 + 1).min(window.unwrap_or(usize::MAX) as u64);
             // Rows of one sequence share what they read; the last row's reads stand for all.
             if row.last_of_sequence {
                 self.bytes_moved += seen * position_bytes;
@@ -321,7 +330,7 @@ impl CpuBackend {
         let params = AttnParams {
             n_heads: op.n_heads,
             scale: op.scale,
-            window: op.window,
+            window,
             sinks: op.sinks.map(|s| self.vectors[s.0].as_slice()),
         };
         let pages = KvPages { layout: kv.layout, data: &kv.pages, stride: kv.layout.page_bytes() };
@@ -419,8 +428,7 @@ impl Backend for CpuBackend {
     }
 
     fn draft_logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
-        let block = self.program.draft.as_ref().expect("a program with a draft block");
-        let (head, stream) = (block.head, block.stream);
+        let (head, stream) = self.program.drafter_head().expect("a program that drafts");
         self.head_logits(head, stream, rows, out);
         Ok(())
     }

@@ -7,10 +7,13 @@
 //!
 //! A [`Drafter`] follows one sequence. It is told of rows that are final and never of others, so whatever it did for a draft
 //! of its own is void when it is told of rows, or asked, again. [`Controller`] drafts only while that is measured to be
-//! quicker. Drafters: [`ngram`], [`mtp`], [`model`]; [`scripted`] is for measuring. Design and figures:
+//! quicker. Drafters: [`ngram`], [`mtp`], [`model`], [`dflash`]; [`scripted`] is for measuring. Design and figures:
 //! `docs/design/013-speculation.md`.
 
 pub mod controller;
+pub mod dflash;
+#[cfg(test)]
+mod dflash_tests;
 pub mod model;
 pub mod mtp;
 pub mod ngram;
@@ -53,6 +56,8 @@ pub enum DrafterChoice {
     Mtp,
     /// A small model with the same vocabulary.
     Model(PathBuf),
+    /// A DFlash block drafter that was trained for the model.
+    Dflash(PathBuf),
     /// Recorded tokens, partly wrong: for measuring.
     Scripted(Arc<Script>),
 }
@@ -66,6 +71,7 @@ impl DrafterChoice {
             DrafterChoice::Ngram => "ngram",
             DrafterChoice::Mtp => "mtp",
             DrafterChoice::Model(_) => "draft",
+            DrafterChoice::Dflash(_) => "dflash",
             DrafterChoice::Scripted(_) => "scripted",
         }
     }
@@ -74,6 +80,8 @@ impl DrafterChoice {
     fn default_tokens(&self) -> usize {
         match self {
             DrafterChoice::Ngram => 7,
+            // The block's own size is the limit.
+            DrafterChoice::Dflash(_) => MOST_TOKENS,
             _ => 4,
         }
     }

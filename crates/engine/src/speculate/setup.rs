@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use forebay_cpu::Pool;
 use forebay_cpu::backend::{CpuBackend, CpuBytes, CpuShape};
-use forebay_models::ModelSpec;
+use forebay_files::{Catalog, FileAccess, FileEntry};
+use forebay_models::{BlockDrafter, ModelSpec};
 use forebay_program::Extras;
 
 use crate::device;
@@ -13,6 +14,7 @@ use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
 use crate::pilot::Prefetch;
 use crate::plan::{MemoryPlan, sequence_memory};
+use crate::speculate::dflash::Dflash;
 use crate::speculate::model::DraftModel;
 use crate::speculate::mtp::Mtp;
 use crate::speculate::ngram::Ngram;
@@ -28,10 +30,17 @@ pub(crate) fn resolve(options: &mut EngineOptions, spec: &ModelSpec) -> Result<(
     if options.speculate.drafter == DrafterChoice::Auto {
         options.speculate.drafter = match has_block {
             // Nothing is asked for by name, so nothing is refused: a GPU takes no rows back.
-            _ if device::is_likely(options) => DrafterChoice::Off,
+            _ if device::is_likely(options) || !options.capture.is_empty() => DrafterChoice::Off,
             true => DrafterChoice::Mtp,
             false => DrafterChoice::Ngram,
         };
+    }
+    if !options.capture.is_empty() && options.speculate.drafter != DrafterChoice::Off {
+        // Rows that are taken back would be captured.
+        return Err(EngineError::Refused {
+            what: "--capture while something drafts".into(),
+            instead: "what comes out is the same without; give --speculate off".into(),
+        });
     }
     let speculate = &options.speculate;
     let refused =
@@ -66,8 +75,43 @@ pub(crate) fn runs_block(options: &EngineOptions) -> bool {
 }
 
 /// What the program has to have for the drafter.
-pub(crate) fn extras(options: &EngineOptions) -> Extras {
-    Extras { multi_token: runs_block(options), ..Extras::default() }
+pub(crate) fn extras(options: &EngineOptions, block: Option<&BlockFiles>) -> Extras {
+    Extras {
+        multi_token: runs_block(options),
+        kept_layers: block.map_or(Vec::new(), |block| block.drafter.taps.clone()),
+        block: block.map(|block| block.drafter.clone()),
+        ..Extras::default()
+    }
+}
+
+/// A block drafter, whose files come behind those of the model.
+pub struct BlockFiles {
+    /// Described.
+    pub drafter: BlockDrafter,
+    /// Its files.
+    pub files: Vec<FileEntry>,
+}
+
+/// The block drafter's headers, where one is asked for; `files` is how many files the model has.
+pub(crate) fn open_block(
+    access: &dyn FileAccess,
+    options: &mut EngineOptions,
+    target: &ModelSpec,
+    files: u32,
+) -> Result<Option<Box<BlockFiles>>, EngineError> {
+    let DrafterChoice::Dflash(path) = &options.speculate.drafter else { return Ok(None) };
+    if options.also.is_some() {
+        return Err(EngineError::Refused {
+            what: "--also with --speculate dflash".into(),
+            instead: "the second copy has no drafter; leave one of both out".into(),
+        });
+    }
+    let catalog = Catalog::open(path)?;
+    let mut drafter = forebay_models::dflash::read(access, &catalog, target)?;
+    drafter.shift_files(files);
+    let most = drafter.block_size - 1;
+    options.speculate.tokens = Some(options.speculate.tokens.map_or(most, |n| n.min(most)));
+    Ok(Some(Box::new(BlockFiles { drafter, files: catalog.files })))
 }
 
 /// The draft model's headers, where one is asked for.
@@ -157,7 +201,7 @@ pub(crate) fn host_bytes(
 pub(crate) fn build(
     engine: &Engine,
     options: &EngineOptions,
-    draft: Option<Box<Opened>>,
+    (draft, beside): (Option<Box<Opened>>, Option<Box<BlockFiles>>),
     pool: &Arc<Pool>,
 ) -> Result<Option<Box<Speculation>>, EngineError> {
     let MemoryPlan { context, chunk, .. } = engine.plan;
@@ -171,6 +215,10 @@ pub(crate) fn build(
             Box::new(DraftModel::new(Box::new(opened.load_draft(context, pool)?)))
         }
         (DrafterChoice::Model(_), None) => unreachable!("opened with the model"),
+        (DrafterChoice::Dflash(_), _) => {
+            let block = beside.expect("opened with the model");
+            Box::new(Dflash::new(&block.drafter, classes, context))
+        }
         (DrafterChoice::Scripted(script), _) => {
             let beside = script.with_block.then(|| block() as Box<dyn Drafter>);
             Box::new(Scripted::new(script.clone(), beside))
