@@ -22,7 +22,7 @@ pub enum ModelError {
     },
     /// A checkpoint that only proposes tokens for another one.
     #[error(
-        "this is a drafter ({kind}): it proposes tokens to the model that it was trained for and cannot answer by itself; give that model as MODEL"
+        "this is a drafter ({kind}): it proposes tokens to the model that it was trained for and cannot answer by itself; give that model as MODEL, and a DFlash drafter as --draft-model with --speculate dflash"
     )]
     Drafter {
         /// What the checkpoint calls itself.
