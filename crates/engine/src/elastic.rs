@@ -111,7 +111,7 @@ impl Engine {
                     advice: "one expert buffer beside what is loaded already".into(),
                 });
             }
-            self.set_slots(slots)?;
+            self.pool_of(slots)?;
         }
         self.plan.ledger.items.retain(|i| i.what != RESERVE_LINE);
         self.plan.ledger.add(RESERVE_LINE, reserve);
@@ -124,6 +124,12 @@ impl Engine {
     /// # Errors
     /// No slots at all; a model without experts, or with mapped ones, which have no pool.
     pub fn set_slots(&mut self, slots: usize) -> Result<usize, EngineError> {
+        self.lender = None;
+        self.pool_of(slots)
+    }
+
+    /// Changes the slots that the plan has for the pool.
+    fn pool_of(&mut self, slots: usize) -> Result<usize, EngineError> {
         let refused = |instead: &str| {
             let what = "changing the memory of experts".into();
             Err(EngineError::Refused { what, instead: instead.into() })
@@ -137,7 +143,7 @@ impl Engine {
         }
         match self.plan.residency {
             Some(Residency::Stream { .. }) => {
-                store.resize(slots)?;
+                store.resize(slots + self.lender.as_ref().map_or(0, |lender| lender.slots))?;
             }
             Some(Residency::Resident) => {
                 // The resident copy goes before the pool comes.

@@ -19,6 +19,7 @@ use crate::capture::{self, Capture, CaptureRows, Captured};
 use crate::device::{self, Place};
 use crate::elastic::Governor;
 use crate::error::EngineError;
+use crate::lend::Lender;
 use crate::options::{EngineOptions, MemoryLimit, ResidencyChoice};
 use crate::pilot::{Pilot, PilotCounts, Prefetch};
 use crate::plan::{MemoryPlan, PlanInput};
@@ -174,6 +175,7 @@ pub struct Engine {
     pub(crate) speculation: Option<Box<Speculation>>,
     pub(crate) governor: Option<Governor>,
     pub(crate) elastic: ElasticShape,
+    pub(crate) lender: Option<Lender>,
     files: Arc<FileSet>,
     embedding: Embedding,
     pub(crate) level: Level,
@@ -302,6 +304,7 @@ impl Engine {
             reason,
         });
         engine.speculation = setup::build(&engine, &speculate, (draft, block), &pool)?;
+        engine.lend()?;
         Ok(engine)
     }
 
@@ -364,7 +367,10 @@ impl Engine {
             None => Pilot::new(Prefetch::Off, 0),
         };
         let governed = options.elastic && loaded.gpu.is_none();
+        let as_asked = options.slots_total.or(options.slots_per_layer).is_some();
+        let lends = store.is_some() && !as_asked;
         Engine {
+            lender: lends.then(|| Lender::new(&program, options.kv())),
             governor: governed.then(|| Governor::new(PressureGauge::default(), plan.budget)),
             level: options.level.unwrap_or_else(Level::best),
             numbers: Numbers { precision: options.precision(), kv: options.kv() },

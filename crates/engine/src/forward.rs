@@ -99,6 +99,7 @@ impl Engine {
                 });
             }
         }
+        self.lend()?;
         let positions = positions(batch, sequences);
         let tables: Vec<SequenceTables<'_>> = sequences.iter().map(|s| s.tables()).collect();
         let pass = Pass {
@@ -229,15 +230,13 @@ impl Engine {
 
     /// Hands out the logits of the rows that want them.
     fn logits(&mut self, batch: &Batch, sink: LogitSink<'_>) -> Result<(), EngineError> {
-        let clock = Instant::now();
         let vocab = self.spec.vocab_size;
+        let phases = &mut self.stats.phases;
         for rows in batch.logit_rows.chunks(self.backend.max_logit_rows()) {
             self.logits.resize(rows.len() * vocab, 0.0);
-            self.backend.logits(rows, &mut self.logits)?;
-            self.stats.phases.head += clock.elapsed();
-            for (row, logits) in rows.iter().zip(self.logits.chunks_exact(vocab)) {
-                sink(*row as usize, logits)?;
-            }
+            timed(&mut phases.head, || self.backend.logits(rows, &mut self.logits))?;
+            let mut rows = rows.iter().zip(self.logits.chunks_exact(vocab));
+            timed(&mut phases.sampling, || rows.try_for_each(|(&row, l)| sink(row as usize, l)))?;
         }
         self.stats.memory_bytes += self.backend.take_bytes_moved();
         Ok(())

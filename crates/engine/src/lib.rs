@@ -19,6 +19,7 @@ pub mod engine;
 pub mod error;
 pub mod forward;
 pub mod generate;
+mod lend;
 pub mod options;
 pub mod pilot;
 pub mod plan;

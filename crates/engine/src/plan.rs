@@ -157,7 +157,10 @@ impl PlanInput<'_> {
             let part = if chunk <= SMALL_CHUNK { 4 } else { 8 };
             let modest = fixed.total() - smallest.total() <= left(&smallest).unwrap_or(0) / part;
             let is_last = Some(&chunk) == chunks.last();
-            let Some(left) = left(&fixed).filter(|_| !routed || modest || is_last) else {
+            // What is read for a step should serve all sequences.
+            let a_row_each = chunk <= self.options.sequences.next_power_of_two();
+            let taken = !routed || modest || is_last || a_row_each;
+            let Some(left) = left(&fixed).filter(|_| taken) else {
                 continue;
             };
             let Some(residency) = self.residency(left)? else { continue };

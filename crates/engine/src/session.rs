@@ -269,6 +269,10 @@ impl Engine {
         else {
             return Ok(false);
         };
+        if let Err(error) = self.lend() {
+            snapshot.release(&mut self.pages);
+            return Err(error.into());
+        }
         let (tables, state) = snapshot.parts();
         let mut rest = body.as_slice();
         let mut whole = true;

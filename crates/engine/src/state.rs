@@ -45,16 +45,19 @@ pub struct PagePool {
 struct Counted {
     free: Vec<u32>,
     holders: Vec<u32>,
+    /// The highest index ever taken, plus one.
+    reached: usize,
 }
 
 impl Counted {
     fn new(range: std::ops::Range<u32>) -> Counted {
-        Counted { holders: vec![0; range.end as usize], free: range.rev().collect() }
+        Counted { holders: vec![0; range.end as usize], free: range.rev().collect(), reached: 0 }
     }
 
     fn take(&mut self) -> Option<u32> {
         let index = self.free.pop()?;
         self.holders[index as usize] = 1;
+        self.reached = self.reached.max(index as usize + 1);
         Some(index)
     }
 
@@ -120,6 +123,11 @@ impl PagePool {
     /// Free pages of the classes.
     pub fn free_pages(&self) -> Vec<usize> {
         self.classes.iter().map(|class| class.free.len()).collect()
+    }
+
+    /// Pages of the classes that were never taken: those above the highest that was.
+    pub fn unwritten_pages(&self) -> Vec<usize> {
+        self.classes.iter().map(|class| class.holders.len() - class.reached).collect()
     }
 
     /// Pages of the classes that a sequence takes at most while it grows to `positions` in passes of at most

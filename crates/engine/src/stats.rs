@@ -24,7 +24,7 @@ pub struct Phases {
     pub experts: Duration,
     /// Last norm and output head.
     pub head: Duration,
-    /// Sampling.
+    /// What is done with logits: sampling.
     pub sampling: Duration,
     /// Drafting, and what the drafter keeps of rows.
     pub draft: Duration,
