@@ -551,21 +551,41 @@ pub struct SamplingArgs {
 impl SamplingArgs {
     /// The sampler's parameters: as told, else what the model recommends, else common defaults.
     pub fn params(&self, recommended: Option<&serde_json::Value>) -> anyhow::Result<SamplerParams> {
+        let common = SamplerParams {
+            temperature: 0.8,
+            top_k: 40,
+            top_p: 0.95,
+            min_p: 0.05,
+            repeat_penalty: 1.1,
+            ..SamplerParams::default()
+        };
+        let params = self.over(recommended, common)?;
+        // Greedy means the model's own most likely token.
+        match params.temperature == 0.0 {
+            true => self.over(recommended, SamplerParams { repeat_penalty: 1.0, ..params }),
+            false => Ok(params),
+        }
+    }
+
+    /// As told, else what the model recommends, else `usual`.
+    pub fn over(
+        &self,
+        recommended: Option<&serde_json::Value>,
+        usual: SamplerParams,
+    ) -> anyhow::Result<SamplerParams> {
         // Temperatures of a model that is not meant to be sampled say nothing.
         let recommended = recommended.filter(|r| r["do_sample"].as_bool() == Some(true));
         let model = |key: &str| recommended.and_then(|r| r[key].as_f64());
-        let float = |told: Option<f32>, key: &str, default: f32| {
-            told.unwrap_or_else(|| model(key).map_or(default, |v| v as f32))
+        let float = |told: Option<f32>, key: &str, usual: f32| {
+            told.unwrap_or_else(|| model(key).map_or(usual, |v| v as f32))
         };
-        let temperature = float(self.temp, "temperature", 0.8);
-        // Greedy means the model's own most likely token.
-        let repeat_penalty = if temperature == 0.0 { 1.0 } else { 1.1 };
+        let top_k = || model("top_k").map_or(usual.top_k, |k| k as usize);
         let params = SamplerParams {
-            temperature,
-            top_k: self.top_k.unwrap_or_else(|| model("top_k").map_or(40, |v| v as usize)),
-            top_p: float(self.top_p, "top_p", 0.95),
-            min_p: float(self.min_p, "min_p", 0.05),
-            repeat_penalty: float(self.repeat_penalty, "repetition_penalty", repeat_penalty),
+            temperature: float(self.temp, "temperature", usual.temperature),
+            top_k: self.top_k.unwrap_or_else(top_k),
+            top_p: float(self.top_p, "top_p", usual.top_p),
+            min_p: float(self.min_p, "min_p", usual.min_p),
+            repeat_penalty: float(self.repeat_penalty, "repetition_penalty", usual.repeat_penalty),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             repeat_last: self.repeat_last_n,
@@ -864,6 +884,9 @@ pub struct ServeArgs {
     /// Requests that may wait; more are told to come again.
     #[arg(long, env = "FOREBAY_QUEUE", value_name = "N", default_value_t = 64)]
     pub queue: usize,
+    /// Connections that may be open; more are turned away with 503.
+    #[arg(long, env = "FOREBAY_CONNECTIONS", value_name = "N", default_value_t = 256)]
+    pub connections: usize,
     /// A file with API keys, one a line; everybody may ask unless told.
     #[arg(long, env = "FOREBAY_API_KEYS", value_name = "FILE")]
     pub api_keys: Option<PathBuf>,

@@ -465,6 +465,146 @@ fn what_is_wrong_is_named() {
     }
 }
 
+/// What an API has and this server has not is never passed over.
+#[test]
+fn what_is_known_and_not_supported_is_refused_by_name() {
+    let ask = json!({ "messages": user("x"), "max_tokens": 1 });
+    let respond = json!({ "input": "x", "max_output_tokens": 1 });
+    let generate = json!({ "prompt": "x", "stream": false, "options": { "num_predict": 1 } });
+    let with = |body: &Value, extra: &Value| {
+        let mut body = body.clone();
+        for (key, value) in extra.as_object().unwrap() {
+            body[key] = value.clone();
+        }
+        body
+    };
+    let rows = [
+        (CHAT, &ask, json!({ "verbosity": "low" }), "verbosity"),
+        (CHAT, &ask, json!({ "service_tier": "flex" }), "service_tier"),
+        (CHAT, &ask, json!({ "store": true }), "store"),
+        (CHAT, &ask, json!({ "web_search_options": {} }), "web_search_options"),
+        (CHAT, &ask, json!({ "prediction": { "type": "content" } }), "prediction"),
+        (CHAT, &ask, json!({ "audio": { "voice": "x" } }), "audio"),
+        (
+            CHAT,
+            &ask,
+            json!({ "stream": true, "stream_options": { "include_obfuscation": true } }),
+            "stream_options.include_obfuscation",
+        ),
+        ("/v1/responses", &respond, json!({ "text": { "verbosity": "high" } }), "text.verbosity"),
+        ("/v1/responses", &respond, json!({ "store": true }), "store"),
+        ("/v1/responses", &respond, json!({ "top_logprobs": 2 }), "top_logprobs"),
+        (
+            "/v1/responses",
+            &respond,
+            json!({ "include": ["message.output_text.logprobs"] }),
+            "include",
+        ),
+        ("/v1/responses", &respond, json!({ "background": true }), "background"),
+        ("/v1/responses", &respond, json!({ "service_tier": "priority" }), "service_tier"),
+        (
+            "/v1/responses",
+            &respond,
+            json!({ "reasoning": { "summary": "detailed" } }),
+            "reasoning.summary",
+        ),
+        ("/v1/messages", &ask, json!({ "speed": "fast" }), "speed"),
+        ("/v1/messages", &ask, json!({ "inference_geo": "us" }), "inference_geo"),
+        ("/v1/messages", &ask, json!({ "mcp_servers": [{}] }), "mcp_servers"),
+        (
+            "/v1/messages",
+            &ask,
+            json!({ "output_config": { "task_budget": { "total": 5 } } }),
+            "output_config.task_budget",
+        ),
+        (
+            "/v1/messages",
+            &ask,
+            json!({ "tools": [{ "name": "f", "input_schema": {}, "defer_loading": true }] }),
+            "tools[0].defer_loading",
+        ),
+        ("/api/generate", &generate, json!({ "options": { "mirostat": 2 } }), "options.mirostat"),
+        (
+            "/api/generate",
+            &generate,
+            json!({ "options": { "typical_p": 0.5 } }),
+            "options.typical_p",
+        ),
+        ("/api/generate", &generate, json!({ "options": { "num_ctx": 9999 } }), "options.num_ctx"),
+        ("/api/generate", &generate, json!({ "logprobs": true }), "logprobs"),
+        ("/api/generate", &generate, json!({ "context": [1, 2] }), "context"),
+    ];
+    for (path, body, extra, name) in rows {
+        let response = SERVER.post(path, &with(body, &extra));
+        assert_eq!(response.status, 400, "{path} {extra}: {}", response.body);
+        assert!(response.body.contains(name), "{path} {extra}: {}", response.body);
+    }
+    // The same fields where they ask for what is done anyway, and labels for the provider's own books.
+    for (path, body, extra) in [
+        (
+            CHAT,
+            &ask,
+            json!({ "verbosity": "medium", "service_tier": "auto", "store": false, "metadata": { "a": "b" },
+                "prompt_cache_key": "k", "safety_identifier": "s", "audio": null }),
+        ),
+        (
+            "/v1/responses",
+            &respond,
+            json!({ "text": { "verbosity": "medium" }, "include": ["reasoning.encrypted_content"],
+                "reasoning": { "summary": "auto" }, "top_logprobs": 0, "metadata": {} }),
+        ),
+        (
+            "/v1/messages",
+            &ask,
+            json!({ "service_tier": "standard_only", "metadata": { "user_id": "u" }, "speed": "standard" }),
+        ),
+        (
+            "/api/generate",
+            &generate,
+            json!({ "options": { "num_predict": 1, "mirostat": 0, "num_ctx": 256, "typical_p": 1.0,
+                "num_gpu": 99, "repeat_last_n": -1 }, "keep_alive": "5m" }),
+        ),
+    ] {
+        SERVER.good(path, &with(body, &extra));
+    }
+}
+
+/// An answer goes on over tokens that would end it.
+#[test]
+fn ends_are_ignored_when_asked() {
+    let body = |ignores: bool| json!({ "prompt": "The end.", "max_tokens": 24, "ignore_eos": ignores, "logit_bias": { "2": 100 } });
+    let usual = SERVER.good("/v1/completions", &body(false));
+    assert_eq!(usual["choices"][0]["finish_reason"], "stop");
+    let on = SERVER.good("/v1/completions", &body(true));
+    assert_eq!(on["choices"][0]["finish_reason"], "length");
+    assert_eq!(on["usage"]["completion_tokens"], 24);
+}
+
+/// As many connections as were asked for are served; who comes besides is told so in the API's shape, and finds a
+/// place when one is free. A connection that says nothing does not keep its place for ever.
+#[test]
+fn connections_are_bounded() {
+    let server = Server::start(&model(GPT_OSS), &["--connections", "3", "--context", "256"]);
+    let idle: Vec<_> = (0..3).map(|_| server.send(b"")).collect();
+    // They are accepted in their order, so the next one finds them there.
+    let refused = server.post("/v1/messages", &json!({}));
+    assert_eq!(refused.status, 503, "{}", refused.body);
+    assert_eq!(refused.json()["error"]["type"], "overloaded_error");
+    assert!(refused.headers.to_ascii_lowercase().contains("retry-after"), "{}", refused.headers);
+    assert_eq!(server.get("/api/tags").status, 503);
+    drop(idle);
+    let began = std::time::Instant::now();
+    while server.get("/health").status == 503 {
+        assert!(began.elapsed() < std::time::Duration::from_secs(60), "no place becomes free");
+    }
+    // Headers that do not come.
+    let mut slow = server.send(b"GET /health HTTP/1.1\r\nHost: x\r\n");
+    let mut rest = Vec::new();
+    let _ = slow.read_to_end(&mut rest);
+    assert!(rest.is_empty() || rest.starts_with(b"HTTP/1.1 408"), "{rest:?}");
+    assert_eq!(server.get("/health").status, 200);
+}
+
 /// A prompt that does not fit is refused before a stream opens, with both numbers; what fits ends at the
 /// context.
 #[test]

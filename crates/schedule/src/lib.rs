@@ -16,4 +16,4 @@ mod share;
 mod worker;
 
 pub use job::{Constraint, Flow, Job, Listener, Outcome, Token, Usage};
-pub use scheduler::{Closed, Load, Refusal, Scheduler, SchedulerOptions};
+pub use scheduler::{Closed, Load, Pace, Refusal, Scheduler, SchedulerOptions};

@@ -18,6 +18,18 @@ pub struct SchedulerOptions {
     pub sequences: usize,
     /// Jobs that may wait besides.
     pub queue: usize,
+    /// How steps are filled.
+    pub pace: Pace,
+}
+
+/// How steps are filled while answers run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pace {
+    /// Somebody reads along: prompts take a part of a step, so that answers keep flowing.
+    #[default]
+    Flowing,
+    /// Nobody does: steps are as full as they can be, so that what is read for one serves many.
+    Full,
 }
 
 /// Why a job was not taken. The job is dropped; its listener hears nothing.
@@ -135,10 +147,9 @@ impl Scheduler {
             watched: AtomicBool::new(false),
         });
         let theirs = shared.clone();
-        let sequences = options.sequences.max(1);
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             let _farewell = Farewell(theirs.clone());
-            Worker::new(engine, theirs, sequences).run();
+            Worker::new(engine, theirs, options).run();
         })?;
         Ok(Scheduler { shared, options, thread: Mutex::new(Some(thread)) })
     }

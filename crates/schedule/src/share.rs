@@ -1,8 +1,10 @@
 //! How the rows of a step are divided among answers.
 //!
 //! Running answers come first, one row each, so that they keep flowing; prompts share what is left in equal
-//! parts. While answers run, prompts get a part of a step only: a step with a whole chunk of prompt takes many
-//! times as long as one without.
+//! parts. While answers run that somebody reads along, prompts get a part of a step only: a step with a whole chunk
+//! of prompt takes many times as long as one without.
+
+use crate::scheduler::Pace;
 
 /// What an answer could use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,7 +17,7 @@ pub(crate) enum Need {
 
 /// Rows for each of `needs`: at most `chunk` in all, at least one in all. `turn` counts steps: where there are
 /// more answers than rows, they take turns.
-pub(crate) fn share(needs: &[Need], chunk: usize, turn: usize) -> Vec<usize> {
+pub(crate) fn share(needs: &[Need], chunk: usize, turn: usize, pace: Pace) -> Vec<usize> {
     let mut rows = vec![0; needs.len()];
     let mut left = chunk;
     let is_token = |need: &&Need| matches!(need, Need::Token);
@@ -35,7 +37,9 @@ pub(crate) fn share(needs: &[Need], chunk: usize, turn: usize) -> Vec<usize> {
             rows[all[(turn.wrapping_mul(most.max(1)) + k) % running]] = 1;
         }
         left -= most;
-        left = left.min((chunk / 4).max(64));
+        if pace == Pace::Flowing {
+            left = left.min((chunk / 4).max(64));
+        }
     }
     // Smallest first: what a short prompt leaves goes to the longer ones.
     let mut order: Vec<(usize, usize)> = needs
@@ -75,8 +79,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nobody_gets_more_than_there_is(needs in needs(), chunk in 1usize..600, turn in 0usize..100) {
-            let rows = share(&needs, chunk, turn);
+        fn nobody_gets_more_than_there_is(
+            needs in needs(), chunk in 1usize..600, turn in 0usize..100, full: bool,
+        ) {
+            let pace = if full { Pace::Full } else { Pace::Flowing };
+            let rows = share(&needs, chunk, turn, pace);
             let sum: usize = rows.iter().sum();
             prop_assert!((1..=chunk).contains(&sum), "{rows:?}");
             for (need, rows) in needs.iter().zip(&rows) {
@@ -85,6 +92,9 @@ mod tests {
                     Need::Prompt(n) => prop_assert!(rows <= n),
                 }
             }
+            // Nothing is left over that somebody could use.
+            let wanted: usize = needs.iter().map(|n| if let Need::Prompt(n) = n { *n } else { 1 }).sum();
+            prop_assert!(!full || sum == chunk.min(wanted), "{rows:?}");
             let running = needs.iter().filter(|n| **n == Need::Token).count();
             let prompts = needs.len() - running;
             // With room for all, all running answers get their row.
@@ -99,7 +109,7 @@ mod tests {
         fn everybody_gets_on(needs in needs(), chunk in 1usize..600) {
             let mut got = vec![0; needs.len()];
             for turn in 0..200 {
-                for (sum, rows) in got.iter_mut().zip(share(&needs, chunk, turn)) {
+                for (sum, rows) in got.iter_mut().zip(share(&needs, chunk, turn, Pace::Flowing)) {
                     *sum += rows;
                 }
             }
@@ -114,7 +124,7 @@ mod tests {
             vec![Need::Token, Need::Prompt(5), Need::Prompt(5)],
             vec![Need::Token, Need::Token, Need::Prompt(5), Need::Prompt(5)],
         ] {
-            let rows = (0..8).map(|turn| share(&needs, 1, turn));
+            let rows = (0..8).map(|turn| share(&needs, 1, turn, Pace::Flowing));
             let got = rows.fold(vec![0; needs.len()], |sum, rows| {
                 sum.iter().zip(&rows).map(|(a, b)| a + b).collect()
             });
@@ -125,8 +135,9 @@ mod tests {
     #[test]
     fn prompts_share_equally_and_use_all() {
         let needs = [Need::Prompt(10), Need::Prompt(500), Need::Prompt(500)];
-        assert_eq!(share(&needs, 512, 0), [10, 251, 251]);
+        assert_eq!(share(&needs, 512, 0, Pace::Flowing), [10, 251, 251]);
         let needs = [Need::Token, Need::Prompt(500), Need::Token];
-        assert_eq!(share(&needs, 512, 0), [1, 128, 1]);
+        assert_eq!(share(&needs, 512, 0, Pace::Flowing), [1, 128, 1]);
+        assert_eq!(share(&needs, 512, 0, Pace::Full), [1, 500, 1]);
     }
 }

@@ -11,7 +11,7 @@ use forebay_engine::speculate::{Chosen, Turn};
 use forebay_engine::{Batch, Control, Engine, EngineError, Sampler, Sequence};
 
 use crate::job::{Constraint, Flow, Job, Outcome, Token, Usage};
-use crate::scheduler::{Call, Shared, Waiting};
+use crate::scheduler::{Call, Pace, SchedulerOptions, Shared, Waiting};
 use crate::share::{Need, share};
 
 /// Beginnings are kept at multiples of this in long prompts, besides the job's checkpoints.
@@ -51,6 +51,7 @@ pub(crate) struct Worker {
     engine: Engine,
     shared: Arc<Shared>,
     sequences: usize,
+    pace: Pace,
     running: Vec<Running>,
     next_id: u64,
     turn: usize,
@@ -58,11 +59,12 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub(crate) fn new(engine: Engine, shared: Arc<Shared>, sequences: usize) -> Worker {
+    pub(crate) fn new(engine: Engine, shared: Arc<Shared>, options: SchedulerOptions) -> Worker {
         Worker {
             engine,
             shared,
-            sequences,
+            sequences: options.sequences.max(1),
+            pace: options.pace,
             running: Vec::new(),
             next_id: 0,
             turn: 0,
@@ -317,7 +319,7 @@ impl Worker {
                 }
             })
             .collect();
-        let rows = share(&needs, self.engine.plan.chunk, self.turn);
+        let rows = share(&needs, self.engine.plan.chunk, self.turn, self.pace);
         self.turn = self.turn.wrapping_add(1);
         let mut batch = Batch::default();
         // Who is in the batch, with its length before, and who of them has a token chosen.
@@ -392,7 +394,8 @@ impl Worker {
             };
             any = true;
             let mut r = self.running.remove(index);
-            if !matches!(outcome, Outcome::Failed(_)) {
+            // A conversation may go on from its answer; requests of a batch do not.
+            if !matches!(outcome, Outcome::Failed(_)) && self.pace == Pace::Flowing {
                 let len = r.sequence.len();
                 if len > 0 && !self.engine.keeps_exactly() {
                     self.engine.keep(&r.sequence, &r.tokens.clone().into(), len, Origin::Prompt);

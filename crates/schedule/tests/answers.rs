@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::{Ear, Heard, MODELS, engine, job, prompt};
 use forebay_engine::{EngineOptions, SamplerParams};
-use forebay_schedule::{Outcome, Refusal, Scheduler, SchedulerOptions};
+use forebay_schedule::{Outcome, Pace, Refusal, Scheduler, SchedulerOptions};
 
 const WAIT: Duration = Duration::from_secs(120);
 
@@ -18,7 +18,8 @@ fn scheduler(model: &str, sequences: usize, adjust: impl FnOnce(&mut EngineOptio
         o.snapshots = 4;
         adjust(o);
     });
-    Scheduler::start(engine, SchedulerOptions { sequences, queue: 64 }).unwrap()
+    Scheduler::start(engine, SchedulerOptions { sequences, queue: 64, pace: Pace::Flowing })
+        .unwrap()
 }
 
 /// Requests of all kinds: (prompt, tokens, sampling).
@@ -241,7 +242,9 @@ fn who_leaves_is_let_go() {
 #[test]
 fn the_queue_is_bounded_and_closes() {
     let engine = engine(MODELS[0], |o| o.sequences = 1);
-    let s = Scheduler::start(engine, SchedulerOptions { sequences: 1, queue: 2 }).unwrap();
+    let s =
+        Scheduler::start(engine, SchedulerOptions { sequences: 1, queue: 2, pace: Pace::Flowing })
+            .unwrap();
     let mut heard = Vec::new();
     let refused = loop {
         let (ear, receiver) = Ear::new();

@@ -25,7 +25,7 @@ pub(crate) fn error_body(error: &ApiError) -> Value {
         Kind::NoRoute | Kind::NoModel => "not_found_error",
         Kind::TooLarge => "request_too_large",
         Kind::Busy => "rate_limit_error",
-        Kind::Closing => "overloaded_error",
+        Kind::Full | Kind::Closing => "overloaded_error",
         Kind::Internal => "api_error",
         _ => "invalid_request_error",
     };
@@ -87,7 +87,10 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         ("mcp_servers", "this server calls none"),
         ("container", "this server runs no code"),
         ("context_management", "send the context that you want"),
+        ("inference_geo", "this server computes where it is"),
     ])?;
+    fields.only("service_tier", &["auto", "standard_only"], "there is one")?;
+    fields.only("speed", &["standard"], "there is one")?;
     let mut messages = Vec::new();
     if let Some(system) = fields.get("system") {
         messages.push(json!({ "role": "system", "content": text_of(system, "system")? }));
@@ -112,6 +115,9 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         kwargs.insert("enable_thinking".into(), (thinking.str("type")? != Some("disabled")).into());
     }
     let output = fields.object("output_config")?;
+    if let Some(output) = output {
+        output.refuse(&[("task_budget", "use `max_tokens`")])?;
+    }
     if let Some(effort) = output.map(|o| o.str("effort")).transpose()?.flatten() {
         let effort = if effort == "max" { "high" } else { effort };
         crate::openai::effort_kwargs("output_config.effort", effort, &mut kwargs)?;
@@ -150,6 +156,7 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         sampling,
         bias: Vec::new(),
         echo: false,
+        ignores_ends: false,
         stops: fields.strings("stop_sequences", MAX_STOPS)?,
         n: 1,
         logprobs: None,
@@ -158,10 +165,12 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
 }
 
 fn shows_thinking(fields: Fields<'_>) -> Result<bool, ApiError> {
-    let kind = fields.object("thinking")?.map(|t| t.str("type")).transpose()?.flatten();
-    match kind {
+    let Some(thinking) = fields.object("thinking")? else { return Ok(false) };
+    thinking.only("display", &["summarized", "omitted"], "thinking is sent whole or not at all")?;
+    let shown = thinking.str("display")? != Some("omitted");
+    match thinking.str("type")? {
         None | Some("disabled") => Ok(false),
-        Some("enabled" | "adaptive") => Ok(true),
+        Some("enabled" | "adaptive") => Ok(shown),
         Some(_) => Err(fields.wrong("thinking", "must be of type enabled, adaptive or disabled")),
     }
 }
@@ -173,6 +182,10 @@ fn tools(fields: Fields<'_>) -> Result<Vec<Value>, ApiError> {
         if let Some(kind) = tool["type"].as_str().filter(|kind| *kind != "custom") {
             let what = format!("`{kind}` is a tool of Anthropic's own");
             return Err(ApiError::unsupported(format!("{path}.type"), &what));
+        }
+        if tool["defer_loading"] == true {
+            let path = format!("{path}.defer_loading");
+            return Err(ApiError::unsupported(path, "all tools are in the prompt"));
         }
         if tool["name"].as_str().is_none_or(str::is_empty) {
             return Err(ApiError::field(format!("{path}.name"), "must be a string"));

@@ -2,7 +2,7 @@
 //!
 //! An object becomes its properties in the order of the schema, those that are not required being optional.
 //! What these languages have no word for (patterns, lengths, alternatives, free objects) is written as JSON,
-//! which the readers take at the same place. Strings hold no `<`: it begins the closers.
+//! which the readers take at the same place. Strings hold everything but what their readers take for their end.
 
 use serde_json::{Map, Value, json};
 
@@ -11,6 +11,8 @@ use crate::grammar::with_bounded_blanks;
 /// Words that say nothing about a value's form.
 const SILENT: [&str; 7] = ["type", "description", "title", "default", "examples", "enum", "const"];
 const QUOTE: &str = "<|\"|>";
+/// What ends a value in XML.
+const CLOSE: &str = "\n</parameter>\n";
 
 /// Collects rules under names of their own.
 pub(crate) struct Rules<'a> {
@@ -61,7 +63,12 @@ impl<'a> Rules<'a> {
             return format!("({})", words.join(" | "));
         }
         if is_text(schema) {
-            return format!("({} TEXT {})", self.m(QUOTE), self.m(QUOTE));
+            let quote = self.m(QUOTE);
+            // Where the quote is no token of its own, it belongs to what ends with it.
+            return match quote.starts_with("<[") {
+                true => format!("({quote} TEXT {quote})"),
+                false => format!("({quote} quoted)"),
+            };
         }
         if let Some(properties) = properties(schema) {
             let members: Vec<(String, bool)> = properties
@@ -112,24 +119,30 @@ impl<'a> Rules<'a> {
         let mut parts = vec![self.m(&format!("<function={name}>\n"))];
         for (key, schema) in properties {
             let value = if let Some(words) = words(schema) {
-                let words: Vec<String> = words.iter().map(|w| self.m(&format!("{w}\n"))).collect();
+                let words: Vec<String> =
+                    words.iter().map(|w| self.m(&format!("{w}{CLOSE}"))).collect();
                 format!("({})", words.join(" | "))
             } else if is_text(schema) {
-                "LINES".to_owned()
+                // With the closer, at the first place where it stands.
+                "lines".to_owned()
             } else {
-                format!("{} \"\\n\"", self.json(schema))
+                format!("{} {}", self.json(schema), self.m(CLOSE))
             };
-            let (open, close) = (self.m(&format!("<parameter={key}>\n")), self.m("</parameter>\n"));
+            let open = self.m(&format!("<parameter={key}>\n"));
             let optional = if is_required(parameters, key) { "" } else { "?" };
-            parts.push(format!("({open} {value} {close}){optional}"));
+            parts.push(format!("({open} {value}){optional}"));
         }
         parts.push(self.m("</function>"));
         Some(parts.join(" "))
     }
 }
 
-/// Terminals that the rules name.
-pub(crate) const TERMINALS: &str = "TEXT: /[^<]*/\nLINES: /[^<]*\\n/";
+/// Terminals and rules that the others name: a text of Gemma's up to its closing quote, and one of XML's with its closer.
+/// In XML, the tags of what may follow end a text wherever they stand.
+pub(crate) const TERMINALS: &str = r#"TEXT: /(?s:.*)/ & ~/(?s:.*)<\|"\|>(?s:.*)/
+quoted[suffix="<|\"|>"]: /(?s:.*)/
+lines[suffix="\n</parameter>\n"]: LINES
+LINES: /(?s:.*)/ & ~/(?s:.*)(<parameter=|<\/function>|<\/tool_call>|<tool_call>)(?s:.*)/"#;
 
 /// Parts that stand elsewhere in the schema cannot be followed piece by piece.
 fn refers(schema: &Value) -> bool {

@@ -27,6 +27,8 @@ pub enum Kind {
     Headers,
     /// The queue is full.
     Busy,
+    /// As many connections are open as may be.
+    Full,
     /// The server is shutting down.
     Closing,
     /// Our own fault.
@@ -75,7 +77,7 @@ impl ApiError {
             Kind::Headers => 431,
             Kind::Busy => 429,
             Kind::Internal => 500,
-            Kind::Closing => 503,
+            Kind::Full | Kind::Closing => 503,
         }
     }
 }

@@ -22,6 +22,11 @@ impl<'a> Fields<'a> {
         Ok(Fields { object, path: "" })
     }
 
+    /// An object inside, with its name.
+    pub fn inside(object: &'a Map<String, Value>, path: &'a str) -> Fields<'a> {
+        Fields { object, path }
+    }
+
     /// Full path of a field.
     pub fn path(&self, name: &str) -> String {
         match self.path {
@@ -110,11 +115,25 @@ impl<'a> Fields<'a> {
         Ok(list)
     }
 
+    /// Refuses a field that says anything but one of these words, which stand for what is done anyway.
+    pub fn only(&self, name: &str, words: &[&str], instead: &str) -> Result<()> {
+        match self.str(name)? {
+            Some(word) if !words.contains(&word) => {
+                let known = words.join(" or ");
+                let what =
+                    format!("`{word}` is not supported by this server; use {known}, {instead}");
+                Err(self.wrong(name, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses fields that say something.
     pub fn refuse(&self, names: &[(&str, &str)]) -> Result<()> {
         for (name, instead) in names {
             let says_nothing = |value: &Value| match value {
                 Value::Bool(b) => !b,
+                Value::Number(n) => n.as_f64() == Some(0.0),
                 Value::Array(list) => list.is_empty(),
                 Value::Object(object) => object.is_empty(),
                 Value::String(text) => text.is_empty(),

@@ -76,15 +76,19 @@ impl Grammars {
         bytes
     }
 
-    /// A constraint for an answer in this format. `reasons` says whether the prompt leaves the model inside
-    /// its reasoning, none whether it may begin any.
+    /// A constraint for an answer of at most `most` tokens in this format. `reasons` says whether the prompt leaves the
+    /// model inside its reasoning, none whether it may begin any.
+    ///
+    /// Reasoning takes half of the tokens at most: it would else go on to the limit, and nothing of what was asked for
+    /// would come.
     pub fn constraint(
         &self,
         shape: &Shape,
         format: Format,
         reasons: Reasons,
+        most: usize,
     ) -> Result<Box<dyn Constraint>, ApiError> {
-        let lark = self.lark(shape, format, reasons);
+        let lark = self.lark(shape, format, reasons, most / 2);
         let field = match shape {
             Shape::Call { .. } => "tools",
             _ => "response_format",
@@ -98,7 +102,7 @@ impl Grammars {
         Ok(Box::new(Grammar { matcher: Matcher::new(Ok(parser)) }))
     }
 
-    fn lark(&self, shape: &Shape, format: Format, reasons: Reasons) -> String {
+    fn lark(&self, shape: &Shape, format: Format, reasons: Reasons, thoughts: usize) -> String {
         let literal = |text: &str| self.literal(text);
         let m = &literal;
         let mut rules = Rules::new(&literal);
@@ -127,14 +131,14 @@ impl Grammars {
         };
         let is_call = matches!(shape, Shape::Call { .. });
         let think = |open: &str, close: &str| match reasons {
-            Reasons::Inside => format!("THOUGHT {} ", m(close)),
-            Reasons::May => format!("({} THOUGHT {} /\\n{{0,2}}/)? ", m(open), m(close)),
+            Reasons::Inside => format!("thought {} ", m(close)),
+            Reasons::May => format!("({} thought {} /\\n{{0,2}}/)? ", m(open), m(close)),
             Reasons::Not => String::new(),
         };
         let start = match format {
             Format::Harmony => {
                 let analysis = format!(
-                    "({} THOUGHT {} {})? ",
+                    "({} thought {} {})? ",
                     m("<|channel|>analysis<|message|>"),
                     m("<|end|>"),
                     m("<|start|>assistant"),
@@ -150,8 +154,26 @@ impl Grammars {
             Format::Mistral => format!("{}{answer}", think("[THINK]", "[/THINK]")),
             Format::Llama3 | Format::Plain => answer,
         };
-        // Text of reasoning: no control token, and none of the openers of what follows.
-        format!("start: {start}\nTHOUGHT: /[^<\\[]*/\n{TERMINALS}\n{}\n", rules.into_text())
+        let thought = match format {
+            Format::Harmony => self.text_before("<|end|>", "<|"),
+            Format::Gemma4 => self.text_before("<channel|>", "<channel|>"),
+            Format::Mistral => self.text_before("[/THINK]", "[/THINK]"),
+            _ => self.text_before("</think>", "</think>"),
+        };
+        let rules = rules.into_text();
+        format!("start: {start}\nthought[max_tokens={thoughts}]: {thought}\n{TERMINALS}\n{rules}\n")
+    }
+
+    /// Text that `closer` ends, and in which `never` does not stand. Where the closer is no token of its own, nothing
+    /// that may begin one is in the text: lexers take as much as they can.
+    fn text_before(&self, closer: &str, never: &str) -> String {
+        let is_token = self.tokenizer.markers().iter().any(|(marker, _)| marker == closer);
+        let escape = |c: char| if c.is_alphanumeric() { vec![c] } else { vec!['\\', c] };
+        let escaped: String = never.chars().flat_map(escape).collect();
+        match is_token {
+            true => format!("/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/"),
+            false => "/[^<\\[]*/".to_owned(),
+        }
     }
 
     /// A call of a tool in the format's own words.
@@ -271,5 +293,129 @@ impl Constraint for Grammar {
     fn accept(&mut self, token: u32) -> Result<bool, String> {
         self.matcher.consume_token(token).map_err(|e| e.to_string())?;
         Ok(self.matcher.is_stopped())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use forebay_chat::{End, Parsed, Parser};
+    use forebay_text::Specials;
+    use std::path::Path;
+
+    fn grammars(model: &str) -> (Tokenizer, Grammars) {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models").join(model);
+        let tokenizer = Tokenizer::from_folder(&dir).unwrap();
+        let ends: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
+        let vocab = tokenizer.vocab_size();
+        (tokenizer.clone(), Grammars::new(tokenizer, ends, vocab, ""))
+    }
+
+    fn tool() -> Tool {
+        let text = json!({ "type": "string" });
+        let parameters = json!({
+            "type": "object", "properties": { "code": text, "n": { "type": "integer" } },
+            "required": ["code", "n"], "additionalProperties": false,
+        });
+        Tool { name: "run".into(), description: None, parameters }
+    }
+
+    /// Whether the grammar takes all of `text` and lets the answer end there.
+    fn takes(constraint: &mut dyn Constraint, tokenizer: &Tokenizer, text: &str) -> bool {
+        let ids = tokenizer.encode(text, Specials::Parse).unwrap();
+        let mut over = false;
+        for id in ids {
+            let mut logits = vec![0.0; tokenizer.vocab_size()];
+            if over || constraint.mask(&mut logits).is_err() || logits[id as usize] != 0.0 {
+                return false;
+            }
+            over = constraint.accept(id).unwrap();
+        }
+        let mut logits = vec![0.0; tokenizer.vocab_size()];
+        over || {
+            constraint.mask(&mut logits).unwrap();
+            tokenizer.eos_ids().iter().any(|&id| logits[id as usize] == 0.0)
+        }
+    }
+
+    /// What the grammar takes as a call is read as that call: strings with everything that could be a closer's beginning.
+    #[test]
+    fn strings_of_calls_hold_what_their_readers_take() {
+        let texts = [
+            "a < b && c > d",
+            "<b>bold</b>",
+            "if (x <| y) { }",
+            "<<|\" |>",
+            "one\n</param>\ntwo\n",
+            "x </parameter> y",
+            "[1, 2]: {\"k\": '<'}",
+            "",
+            "a\n\n<",
+        ];
+        let shape = Shape::Call { tools: vec![tool()], many: false };
+        for (model, format) in [
+            // The quote is a token in Gemma's vocabulary and text in the other.
+            ("tiny-gemma4-mlx4", Format::Gemma4),
+            ("tiny-gpt-oss", Format::Gemma4),
+            ("tiny-gpt-oss", Format::QwenXml),
+        ] {
+            let (tokenizer, grammars) = grammars(model);
+            for text in texts {
+                let call = match format {
+                    Format::Gemma4 => {
+                        format!("<|tool_call>call:run{{code:<|\"|>{text}<|\"|>,n:7}}<tool_call|>")
+                    }
+                    _ => format!(
+                        "<tool_call>\n<function=run>\n<parameter=code>\n{text}\n</parameter>\n<parameter=n>\n7\n\
+                         </parameter>\n</function>\n</tool_call>"
+                    ),
+                };
+                let constraint = grammars.constraint(&shape, format, Reasons::Not, 400);
+                let constraint = &mut *constraint.unwrap();
+                assert!(takes(constraint, &tokenizer, &call), "{model} {format:?} {text:?}");
+                let mut parser = Parser::new(format, &[tool()], "", &[]);
+                let mut parsed = Parsed::default();
+                let deltas = parser.push(&call).into_iter().chain(parser.finish(End::Eos));
+                deltas.for_each(|delta| parsed.add(delta));
+                let arguments = &parsed.json()["tool_calls"][0]["arguments"];
+                assert_eq!(*arguments, json!({ "code": text, "n": 7 }), "{format:?}");
+            }
+        }
+        // What ends a string does not stand in it.
+        let (tokenizer, grammars) = grammars("tiny-gpt-oss");
+        for text in ["<parameter=n>", "</function>", "</tool_call>"] {
+            let call = format!(
+                "<tool_call>\n<function=run>\n<parameter=code>\n{text}\n</parameter>\n<parameter=n>\n7\n\
+                 </parameter>\n</function>\n</tool_call>"
+            );
+            let constraint = grammars.constraint(&shape, Format::QwenXml, Reasons::Not, 400);
+            assert!(!takes(&mut *constraint.unwrap(), &tokenizer, &call), "{text}");
+        }
+    }
+
+    /// After half of the tokens, reasoning has to end.
+    #[test]
+    fn reasoning_leaves_room_for_the_call() {
+        let (tokenizer, grammars) = grammars("tiny-gpt-oss");
+        let shape = Shape::Call { tools: vec![tool()], many: false };
+        let constraint = grammars.constraint(&shape, Format::Harmony, Reasons::May, 20);
+        let constraint = &mut *constraint.unwrap();
+        let begin = tokenizer.encode("<|channel|>analysis<|message|>", Specials::Parse).unwrap();
+        let end = tokenizer.token_id("<|end|>").unwrap();
+        let word = tokenizer.encode(" [<", Specials::Ignore).unwrap()[0];
+        begin.into_iter().for_each(|id| assert!(!constraint.accept(id).unwrap()));
+        let mut thought = 0;
+        loop {
+            let mut logits = vec![0.0; tokenizer.vocab_size()];
+            constraint.mask(&mut logits).unwrap();
+            assert_eq!(logits[end as usize], 0.0, "it may end after {thought}");
+            if logits[word as usize] != 0.0 {
+                let open = logits.iter().filter(|l| **l == 0.0).count();
+                assert_eq!((thought, open), (10, 1), "nothing else may come then");
+                break;
+            }
+            thought += 1;
+            assert!(!constraint.accept(word).unwrap());
+        }
     }
 }

@@ -11,6 +11,7 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::serve::ListenerExt;
 use bytes::BytesMut;
 use futures_util::StreamExt;
 use serde_json::Value;
@@ -21,7 +22,7 @@ use crate::record::{self, recorded};
 use crate::room::{self, Bodies, Held};
 use crate::service::{Answers, Service};
 use crate::tls::{Tls, TlsListener};
-use crate::{anthropic, live, metrics, ollama, openai, page, responses};
+use crate::{anthropic, connections, live, metrics, ollama, openai, page, responses};
 
 /// How long a body may take to come.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -39,6 +40,8 @@ pub struct HttpOptions {
     pub keys: Vec<String>,
     /// Origins whose pages may ask; `*` is all. None: none but the server's own.
     pub cors: Vec<String>,
+    /// Connections at once; who comes besides is turned away.
+    pub max_connections: usize,
     /// Largest body in bytes.
     pub max_body_bytes: usize,
     /// Largest headers in bytes, all together.
@@ -55,6 +58,7 @@ impl Default for HttpOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
             keys: Vec::new(),
             cors: Vec::new(),
+            max_connections: 256,
             max_body_bytes: 8 << 20,
             max_header_bytes: 64 << 10,
             grace: Duration::from_secs(30),
@@ -96,7 +100,7 @@ impl Api {
         let mut response = json(&body);
         let status = StatusCode::from_u16(error.status());
         *response.status_mut() = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        if matches!(error.kind, Kind::Busy | Kind::Closing) {
+        if matches!(error.kind, Kind::Busy | Kind::Full | Kind::Closing) {
             let value = HeaderValue::from_static(RETRY_AFTER);
             response.headers_mut().insert(header::RETRY_AFTER, value);
         }
@@ -149,7 +153,7 @@ pub async fn serve(
 ) -> std::io::Result<()> {
     let listener = tokio::net::TcpListener::bind(options.listen).await?;
     listening(listener.local_addr()?);
-    let (grace, tls) = (options.grace, options.tls.clone());
+    let (grace, tls, most) = (options.grace, options.tls.clone(), options.max_connections);
     let app = router(service.clone(), options);
     let (told, mut hears) = tokio::sync::watch::channel(false);
     let closing = service.clone();
@@ -158,14 +162,24 @@ pub async fn serve(
         closing.scheduler().close();
         let _ = told.send(true);
     };
+    let full = move |path: &str| {
+        let what =
+            format!("{most} connections are open, and no more may be; try again in a moment");
+        Api::of(path).error(&ApiError::new(Kind::Full, what))
+    };
     let server = async move {
         match tls {
-            None => axum::serve(listener, app).with_graceful_shutdown(shutdown).await,
+            None => {
+                // Tokens go out one by one. Where that cannot be said, they are late.
+                let listener = listener.tap_io(|stream| _ = stream.set_nodelay(true));
+                connections::serve(listener, app, most, full, shutdown).await;
+            }
             Some(tls) => {
                 let listener = TlsListener::new(listener, &tls)?;
-                axum::serve(listener, app).with_graceful_shutdown(shutdown).await
+                connections::serve(listener, app, most, full, shutdown).await;
             }
         }
+        std::io::Result::Ok(())
     };
     let too_long = async {
         // The sender lives as long as the server.

@@ -2,7 +2,7 @@
 //!
 //! Reading order: [`service`] (one kind of request in, one kind of event out: what all APIs share), `grammar`
 //! (what an answer must look like) with `dialect` (calls that are no JSON), then the APIs, each a thin translation: `openai`, `responses`, `anthropic`,
-//! `ollama`; [`http`] (routes, keys, limits), `stream` (events to bodies), [`room`]
+//! `ollama`; [`http`] (routes, keys, limits), `connections`, `stream` (events to bodies), [`room`]
 //! (memory of requests), `metrics`, `live` and `page` (what people look at), `record`
 //! (the log), `tls`,
 //! [`talk`] (the same without HTTP).
@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod anthropic;
+mod connections;
 mod dialect;
 mod error;
 mod fallback;
@@ -35,6 +36,6 @@ mod tls;
 
 pub use error::{ApiError, Kind};
 pub use http::{HttpOptions, serve};
-pub use service::{Defaults, ModelInfo, Service};
+pub use service::{ModelInfo, Service, usual_sampling};
 pub use talk::{Said, Talk, TalkOptions};
 pub use tls::Tls;

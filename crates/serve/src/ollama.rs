@@ -139,9 +139,16 @@ fn request(
     let options = fields
         .get("options")
         .map(|o| o.as_object().ok_or_else(|| fields.wrong("options", "must be an object")));
-    let options = Value::Object(options.transpose()?.unwrap_or(&empty).clone());
-    let options = Fields::of(&options)?;
-    let sampling = crate::openai::sampling(service, options)?;
+    let options = options.transpose()?.unwrap_or(&empty);
+    let options = Fields::inside(options, "options");
+    refuse_options(service, options)?;
+    let instead = "ask for them at /v1/chat/completions";
+    fields.refuse(&[("logprobs", instead), ("top_logprobs", instead)])?;
+    let mut sampling = crate::openai::sampling(service, options)?;
+    sampling.repeat_last = match options.get("repeat_last_n").and_then(Value::as_i64) {
+        Some(-1) => usize::MAX,
+        _ => options.count("repeat_last_n", 0)?.unwrap_or(sampling.repeat_last),
+    };
     // Negative counts mean no limit.
     let max_tokens = match options.get("num_predict").and_then(Value::as_i64) {
         Some(n) if n < 0 => None,
@@ -157,11 +164,28 @@ fn request(
         sampling,
         bias: Vec::new(),
         echo: false,
+        ignores_ends: false,
         stops: options.strings("stop", MAX_STOPS)?,
         n: 1,
         logprobs: None,
         steering: service.steering_of(fields)?,
     })
+}
+
+/// Refuses samplers that this server does not have, where they would do something, and a longer context than there
+/// is. How to load a model is not the request's affair: `num_gpu`, `num_thread`, `use_mmap` and the like are passed over.
+fn refuse_options(service: &Service, options: Fields<'_>) -> Result<(), ApiError> {
+    for (name, neutral) in [("typical_p", 1.0), ("tfs_z", 1.0), ("mirostat", 0.0)] {
+        if options.number(name, 0.0..=f64::MAX)?.is_some_and(|value| value != neutral) {
+            return Err(ApiError::unsupported(options.path(name), "use top_p, top_k or min_p"));
+        }
+    }
+    let context = service.info.context;
+    if options.count("num_ctx", 0)?.is_some_and(|asked| asked > context) {
+        let instead = format!("the context holds {context}: serve with a longer --context");
+        return Err(ApiError::unsupported(options.path("num_ctx"), &instead));
+    }
+    Ok(())
 }
 
 async fn answer(

@@ -31,7 +31,7 @@ pub(crate) fn error_body(error: &ApiError) -> Value {
         Kind::Unauthorized => ("invalid_request_error", Some("invalid_api_key")),
         Kind::NoModel => ("invalid_request_error", Some("model_not_found")),
         Kind::Busy => ("rate_limit_error", Some("rate_limit_exceeded")),
-        Kind::Internal | Kind::Closing => ("server_error", None),
+        Kind::Internal | Kind::Full | Kind::Closing => ("server_error", None),
         Kind::Forbidden => ("permission_error", None),
         _ => ("invalid_request_error", None),
     };
@@ -96,9 +96,13 @@ pub(crate) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         ("function_call", "use `tool_choice`"),
         ("audio", "this model writes text"),
         ("prediction", "leave it away"),
-        ("web_search_options", "this server searches nothing"),
         ("store", "nothing is stored"),
     ])?;
+    if fields.get("web_search_options").is_some() {
+        // An empty object asks for a search, too.
+        return Err(ApiError::unsupported("web_search_options", "this server searches nothing"));
+    }
+    usual_only(fields)?;
     if let Some(modalities) = fields.array("modalities")?
         && modalities.iter().any(|m| m != "text")
     {
@@ -144,11 +148,19 @@ pub(crate) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         sampling: sampling(service, fields)?,
         bias: bias(service, fields)?,
         echo: false,
+        ignores_ends: fields.bool("ignore_eos")?.unwrap_or(false),
         stops: fields.strings("stop", MAX_STOPS)?,
         n: n(fields)?,
         logprobs,
         steering: service.steering_of(fields)?,
     })
+}
+
+/// Refuses what OpenAI's newer routes have and this server has in one way only. What is for the provider's own books
+/// (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`) changes no answer and is taken.
+pub(crate) fn usual_only(fields: Fields<'_>) -> Result<(), ApiError> {
+    fields.only("service_tier", &["auto", "default"], "there is one")?;
+    fields.only("verbosity", &["medium"], "or ask for it in a message")
 }
 
 pub(crate) fn completion_request(
@@ -184,6 +196,7 @@ pub(crate) fn completion_request(
         sampling: sampling(service, fields)?,
         bias: bias(service, fields)?,
         echo,
+        ignores_ends: fields.bool("ignore_eos")?.unwrap_or(false),
         stops: fields.strings("stop", MAX_STOPS)?,
         n,
         logprobs,
@@ -241,8 +254,12 @@ pub(crate) fn sampling(service: &Service, fields: Fields<'_>) -> Result<SamplerP
             s.repeat_penalty = p;
         }
     }
-    s.presence_penalty = fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0);
-    s.frequency_penalty = fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0);
+    if let Some(p) = fields.number("presence_penalty", -2.0..=2.0)? {
+        s.presence_penalty = p;
+    }
+    if let Some(p) = fields.number("frequency_penalty", -2.0..=2.0)? {
+        s.frequency_penalty = p;
+    }
     if let Some(seed) = fields.get("seed") {
         let whole = seed.as_i64().map(|s| s as u64).or(seed.as_u64());
         s.seed = whole.ok_or_else(|| fields.wrong("seed", "must be a whole number"))?;
@@ -367,7 +384,10 @@ fn style(fields: Fields<'_>, legacy: bool) -> Result<Style, ApiError> {
         Some(_) if !stream => {
             return Err(fields.wrong("stream_options", "needs `stream` to be true"));
         }
-        Some(options) => options.bool("include_usage")?.unwrap_or(false),
+        Some(options) => {
+            unpadded(options)?;
+            options.bool("include_usage")?.unwrap_or(false)
+        }
         None => false,
     };
     let logprobs = match legacy {
@@ -375,6 +395,11 @@ fn style(fields: Fields<'_>, legacy: bool) -> Result<Style, ApiError> {
         false => fields.bool("logprobs")?.unwrap_or(false),
     };
     Ok(Style { legacy, stream, usage, logprobs })
+}
+
+/// Refuses padding in `stream_options`.
+pub(crate) fn unpadded(options: Fields<'_>) -> Result<(), ApiError> {
+    options.refuse(&[("include_obfuscation", "chunks are not padded")])
 }
 
 /// What every object of a response begins with.

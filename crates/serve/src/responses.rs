@@ -38,7 +38,23 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         ("conversation", "nothing is stored; send the whole conversation as `input`"),
         ("background", "ask with `stream`"),
         ("prompt", "send `input`"),
+        ("context_management", "send the context that you want"),
+        ("store", "nothing is stored"),
     ])?;
+    openai::usual_only(fields)?;
+    if let Some(text) = fields.object("text")? {
+        text.only("verbosity", &["medium"], "or ask for it in a message")?;
+    }
+    if let Some(options) = fields.object("stream_options")? {
+        openai::unpadded(options)?;
+    }
+    if fields.count("top_logprobs", 0)?.unwrap_or(0) > 0 {
+        return Err(ApiError::unsupported("top_logprobs", "use /v1/chat/completions"));
+    }
+    // Reasoning is sent as it is, so there is nothing to encrypt; other entries are of tools that are not here.
+    if fields.array("include")?.into_iter().flatten().any(|i| i == "message.output_text.logprobs") {
+        return Err(ApiError::unsupported("include", "use /v1/chat/completions for `logprobs`"));
+    }
     if fields.str("truncation")?.is_some_and(|t| t != "disabled") {
         return Err(ApiError::unsupported("truncation", "nothing is cut silently; use `disabled`"));
     }
@@ -57,6 +73,10 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
     }
     let mut kwargs = Map::new();
     let reasoning = fields.object("reasoning")?;
+    for name in ["summary", "generate_summary"] {
+        let instead = "reasoning is sent whole";
+        reasoning.map_or(Ok(()), |r| r.only(name, &["auto"], instead))?;
+    }
     if let Some(effort) = reasoning.map(|r| r.str("effort")).transpose()?.flatten() {
         openai::effort_kwargs("reasoning.effort", effort, &mut kwargs)?;
     }
@@ -70,6 +90,7 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         sampling: openai::sampling(service, fields)?,
         bias: Vec::new(),
         echo: false,
+        ignores_ends: false,
         stops: Vec::new(),
         n: 1,
         logprobs: None,

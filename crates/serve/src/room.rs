@@ -25,6 +25,8 @@ const LONG: usize = 128 << 10;
 const TYPICAL: u64 = 8;
 /// Threads of the HTTP side: two that talk, two that render and encode, and the engine's own.
 const THREADS: u64 = 5;
+/// What a connection takes: its task and buffers, most of them nearly empty.
+const CONNECTION: u64 = 16 << 10;
 /// What such a thread touches of its stack.
 const STACK: u64 = 512 << 10;
 /// The trie of a vocabulary and those of its slices, per token.
@@ -32,19 +34,31 @@ const TRIE: u64 = 256;
 /// State of one answer that follows a grammar.
 const PARSER: u64 = 2 << 20;
 
-/// Lines of the memory plan: what a server takes besides the engine. `max_body` is 0 where no HTTP is.
-pub fn ledger(
-    max_body: usize,
-    parallel: usize,
-    vocab: usize,
-    context: usize,
-) -> Vec<(&'static str, u64)> {
+/// What is asked at most.
+#[derive(Clone, Copy, Debug)]
+pub struct Demand {
+    /// Bytes of a body; none: there is no HTTP.
+    pub max_body: Option<usize>,
+    /// Connections at once.
+    pub connections: usize,
+    /// Answers at once that follow grammars.
+    pub constrained: usize,
+}
+
+/// Lines of the memory plan: what a server takes besides the engine.
+pub fn ledger(demand: &Demand, vocab: usize, context: usize) -> Vec<(&'static str, u64)> {
     let texts = ENCODING * (LONG as u64 + TYPICAL * context as u64);
+    let grammars = match demand.constrained {
+        0 => 0,
+        n => TRIE * vocab as u64 + PARSER * n as u64,
+    };
+    let http = |bytes: u64| if demand.max_body.is_some() { bytes } else { 0 };
     vec![
-        ("request bodies", if max_body > 0 { bodies(max_body) as u64 } else { 0 }),
+        ("request bodies", demand.max_body.map_or(0, |most| bodies(most) as u64)),
+        ("connections", http(CONNECTION * demand.connections as u64)),
         ("texts being encoded", texts),
-        ("grammars", TRIE * vocab as u64 + PARSER * parallel as u64),
-        ("threads of the server", if max_body > 0 { THREADS * STACK } else { 0 }),
+        ("grammars", grammars),
+        ("threads of the server", http(THREADS * STACK)),
     ]
 }
 

@@ -23,25 +23,9 @@ use crate::room::Encoding;
 /// Texts longer than this many bytes per position of the context cannot fit and are not even encoded.
 const MAX_BYTES_PER_TOKEN: usize = 256;
 
-/// Sampling where a request says nothing.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Defaults {
-    /// Temperature.
-    pub temperature: f32,
-    /// Nucleus.
-    pub top_p: f32,
-    /// Most likely tokens, 0 is all.
-    pub top_k: usize,
-    /// Least part of the largest probability.
-    pub min_p: f32,
-    /// Divides logits of recent tokens.
-    pub repeat_penalty: f32,
-}
-
-impl Default for Defaults {
-    fn default() -> Self {
-        Defaults { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repeat_penalty: 1.0 }
-    }
+/// What the APIs sample with where neither a request nor the server's owner nor the model says anything.
+pub fn usual_sampling() -> SamplerParams {
+    SamplerParams { temperature: 1.0, ..SamplerParams::default() }
 }
 
 /// What the model is, for those who ask.
@@ -73,7 +57,7 @@ pub struct ModelInfo {
 pub struct Service {
     pub(crate) info: ModelInfo,
     pub(crate) scheduler: Scheduler,
-    pub(crate) defaults: Defaults,
+    pub(crate) defaults: SamplerParams,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     format: Format,
@@ -130,6 +114,8 @@ pub(crate) struct Request {
     pub bias: Vec<(u32, f32)>,
     /// The answer begins with the prompt.
     pub echo: bool,
+    /// No token ends the answer.
+    pub ignores_ends: bool,
     pub stops: Vec<String>,
     pub n: usize,
     pub logprobs: Option<usize>,
@@ -220,7 +206,7 @@ impl Service {
         tokenizer: Tokenizer,
         template: Option<ChatTemplate>,
         ends: Vec<u32>,
-        defaults: Defaults,
+        defaults: SamplerParams,
     ) -> Service {
         let source = template.as_ref().map_or("", |t| t.source());
         let ends: Arc<[u32]> = ends.into();
@@ -289,22 +275,14 @@ impl Service {
     }
 
     /// Sampling where a request says nothing.
-    pub fn sampling_defaults(&self) -> &Defaults {
+    pub fn sampling_defaults(&self) -> &SamplerParams {
         &self.defaults
     }
 
     /// Sampling of a request that says nothing, with a seed of its own.
     pub(crate) fn sampling(&self) -> SamplerParams {
-        let d = &self.defaults;
-        SamplerParams {
-            temperature: d.temperature,
-            top_p: d.top_p,
-            top_k: d.top_k,
-            min_p: d.min_p,
-            repeat_penalty: d.repeat_penalty,
-            seed: fresh_seed(self.ids.fetch_add(1, Ordering::Relaxed)),
-            ..SamplerParams::default()
-        }
+        let seed = fresh_seed(self.ids.fetch_add(1, Ordering::Relaxed));
+        SamplerParams { seed, ..self.defaults.clone() }
     }
 
     /// Refuses another model's name.
@@ -337,6 +315,7 @@ impl Service {
             return Err(self.too_long(prompt_tokens, ""));
         }
         let shape = self.shape(request, &prepared.tools)?;
+        let most = request.max_tokens.unwrap_or(usize::MAX).min(self.info.context - prompt_tokens);
         let number = self.ids.fetch_add(1, Ordering::Relaxed);
         let id = format!("{:016x}{number:08x}", fresh_seed(number));
         if self.log_prompts {
@@ -355,7 +334,8 @@ impl Service {
             let constraint = match &shape {
                 None => None,
                 Some(shape) => {
-                    Some(self.grammars.constraint(shape, prepared.format, prepared.reasons)?)
+                    let (format, reasons) = (prepared.format, prepared.reasons);
+                    Some(self.grammars.constraint(shape, format, reasons, most)?)
                 }
             };
             let sampling = SamplerParams {
@@ -365,7 +345,7 @@ impl Service {
             jobs.push(Job {
                 prompt: ids.clone(),
                 max_tokens: request.max_tokens.unwrap_or(usize::MAX),
-                ends: self.ends.clone(),
+                ends: if request.ignores_ends { Arc::default() } else { self.ends.clone() },
                 sampling,
                 bias: bias.clone(),
                 logprobs: request.logprobs,

@@ -59,6 +59,7 @@ impl Service {
             sampling: options.sampling.clone(),
             bias: Vec::new(),
             echo: false,
+            ignores_ends: false,
             stops: options.stops.clone(),
             n: 1,
             logprobs: None,

@@ -71,6 +71,8 @@ impl TlsListener {
                 let Ok(place) = room.clone().acquire_owned().await else { return };
                 // That of axum waits out faults such as too many open files.
                 let (stream, peer) = axum::serve::Listener::accept(&mut listener).await;
+                // Where it fails, tokens are late.
+                let _ = stream.set_nodelay(true);
                 let (acceptor, send) = (acceptor.clone(), send.clone());
                 tokio::spawn(async move {
                     let stream = tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await;

@@ -13,10 +13,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use serde_json::{Value, json};
+use forebay_schedule::Pace;
+use forebay_serve::room::Demand;
+use serde_json::{Map, Value, json};
 
 use crate::args::BatchArgs;
-use crate::cmd::serve;
+use crate::cmd::{bench, serve};
 use crate::failure::usage;
 use crate::term::{Bar, interruption, note, say};
 
@@ -25,6 +27,14 @@ struct Line {
     id: String,
     url: String,
     body: Value,
+}
+
+impl Line {
+    /// Whether the answer has to follow a grammar.
+    fn is_constrained(&self) -> bool {
+        let says = |key: &str| self.body.get(key).is_some_and(|v| !v.is_null());
+        says("response_format") || says("tools")
+    }
 }
 
 pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
@@ -52,10 +62,15 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         parallel,
         contexts: args.contexts,
         queue: parallel,
-        max_body: 0,
+        room: Demand {
+            max_body: None,
+            connections: 0,
+            constrained: todo.iter().filter(|&&i| lines[i].is_constrained()).count().min(parallel),
+        },
+        pace: Pace::Full,
         steers_all: false,
     };
-    let (service, _peak) = serve::service(&args.model, &args.sampling, load, None)?;
+    let (service, peak) = serve::service(&args.model, &args.sampling, load, None)?;
     let service = Arc::new(service);
     let cancel = interruption();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -107,6 +122,13 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
     let seconds = began.elapsed().as_secs_f64();
     let load = service.scheduler().load();
     let per_second = load.generated_tokens as f64 / seconds;
+    let (stats, phases) = (&load.stats, load.stats.phases.named());
+    let phases: Map<String, Value> =
+        phases.into_iter().map(|(k, v)| (k.into(), json!(v))).collect();
+    let disk = match args.json {
+        true => service.scheduler().with_engine(|engine| bench::with_disk(engine, None).disk).ok(),
+        false => None,
+    };
     let summary = json!({
         "lines": lines.len(),
         "answered": done,
@@ -117,7 +139,13 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         "steps": load.steps,
         "seconds": seconds,
         "generated_tokens_per_s": per_second,
-        "disk_bytes": load.stats.store.bytes_read,
+        "rows": stats.rows,
+        "expert_hits": stats.store.hits,
+        "expert_misses": stats.store.misses,
+        "disk_bytes": stats.store.bytes_read,
+        "disk_bandwidth_bytes_per_s": disk.flatten(),
+        "phases_s": phases,
+        "peak_bytes": peak.as_ref().map(|p| p.peak_bytes()),
     });
     match args.json {
         true => say!("{summary}")?,

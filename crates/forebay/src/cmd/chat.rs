@@ -13,7 +13,9 @@ use std::time::Duration;
 use anyhow::Context;
 use forebay_engine::SamplerParams;
 use forebay_program::ledger::human;
+use forebay_schedule::Pace;
 use forebay_schedule::Usage;
+use forebay_serve::room::Demand;
 use forebay_serve::{Said, Service, TalkOptions};
 use serde_json::{Value, json};
 
@@ -43,8 +45,14 @@ pub trait Input {
 }
 
 /// One answer at a time, and no HTTP.
-const ALONE: serve::Load =
-    serve::Load { parallel: 1, contexts: None, queue: 0, max_body: 0, steers_all: true };
+const ALONE: serve::Load = serve::Load {
+    parallel: 1,
+    contexts: None,
+    queue: 0,
+    room: Demand { max_body: None, connections: 0, constrained: 0 },
+    pace: Pace::Flowing,
+    steers_all: true,
+};
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let (service, _peak) = serve::service(&args.model, &args.sampling, ALONE, None)?;
@@ -52,9 +60,8 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let editor = Editor::new()?;
     let stdout = std::io::stdout();
     let colours = stdout.is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let params = args.sampling.params(None)?;
     let options = TalkOptions {
-        sampling: SamplerParams { ..service_sampling(&service, &args, params) },
+        sampling: SamplerParams { seed: args.sampling.seed, ..service.sampling_defaults().clone() },
         max_tokens: args.tokens,
         stops: args.stop.clone(),
         ..TalkOptions::default()
@@ -73,20 +80,6 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     chat.begin(args.system);
     chat.talk(editor)?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// As told, else as the model recommends.
-fn service_sampling(service: &Service, args: &RunArgs, told: SamplerParams) -> SamplerParams {
-    let d = service.sampling_defaults();
-    let s = &args.sampling;
-    SamplerParams {
-        temperature: s.temp.unwrap_or(d.temperature),
-        top_p: s.top_p.unwrap_or(d.top_p),
-        top_k: s.top_k.unwrap_or(d.top_k),
-        min_p: s.min_p.unwrap_or(d.min_p),
-        repeat_penalty: s.repeat_penalty.unwrap_or(d.repeat_penalty),
-        ..told
-    }
 }
 
 /// Lines of a terminal, with history.

@@ -8,8 +8,10 @@ use std::time::Duration;
 use anyhow::Context;
 use forebay_engine::EngineError;
 use forebay_models::Layer;
-use forebay_schedule::{Scheduler, SchedulerOptions};
-use forebay_serve::{Defaults, HttpOptions, ModelInfo, Service, Tls, room};
+use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
+use forebay_serve::room::{Demand, ledger};
+use forebay_serve::{HttpOptions, ModelInfo, Service, Tls, usual_sampling};
+use forebay_store::memory::PeakSampler;
 
 use crate::args::{LogArg, SamplingArgs, ServeArgs};
 use crate::failure::usage;
@@ -43,6 +45,9 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     if args.parallel == 0 {
         return Err(usage("--parallel must be at least 1"));
     }
+    if args.connections == 0 {
+        return Err(usage("--connections must be at least 1"));
+    }
     let tls = match (&args.tls_cert, &args.tls_key) {
         (Some(cert), Some(key)) => Some(Tls::load(cert, key).map_err(usage)?),
         _ => None,
@@ -55,7 +60,12 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         parallel: args.parallel,
         contexts: args.contexts,
         queue: args.queue,
-        max_body: args.max_body,
+        room: Demand {
+            max_body: Some(args.max_body),
+            connections: args.connections,
+            constrained: args.parallel,
+        },
+        pace: Pace::Flowing,
         steers_all: false,
     };
     let (mut service, loaded) = service(&args.model, &args.sampling, load, args.name)?;
@@ -78,6 +88,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         listen: args.listen,
         keys,
         cors: args.cors,
+        max_connections: args.connections,
         max_body_bytes: args.max_body,
         grace: Duration::from_secs(args.grace),
         tls,
@@ -126,8 +137,10 @@ pub struct Load {
     pub contexts: Option<usize>,
     /// Requests that may wait.
     pub queue: usize,
-    /// Largest body; 0 without HTTP.
-    pub max_body: usize,
+    /// What takes memory besides.
+    pub room: Demand,
+    /// Whether somebody reads along.
+    pub pace: Pace,
     /// Whether steering vectors with a name act on requests that do not name them.
     pub steers_all: bool,
 }
@@ -138,14 +151,14 @@ pub fn service(
     sampling: &SamplingArgs,
     load: Load,
     name: Option<String>,
-) -> anyhow::Result<(Service, impl Sized + use<>)> {
-    let Load { parallel, contexts, queue, max_body, steers_all } = load;
+) -> anyhow::Result<(Service, Option<PeakSampler>)> {
+    let Load { parallel, contexts, queue, room, pace, steers_all } = load;
     let loaded = model::load_with(model, |options, tokenizer| {
         options.sequences = parallel;
         options.contexts = contexts;
         options.snapshots = parallel.min(4) * 2;
         let context = options.context.unwrap_or(DEFAULT_CONTEXT);
-        options.caller_lines = room::ledger(max_body, parallel, tokenizer.vocab_size(), context);
+        options.caller_lines = ledger(&room, tokenizer.vocab_size(), context);
     })?;
     let Loaded { mut engine, tokenizer, template, recommended, peak, warm, .. } = loaded;
     warm.recall(&mut engine);
@@ -186,31 +199,14 @@ pub fn service(
         true => steer.all(),
         false => steer.choose([]).map_err(EngineError::from)?,
     };
-    let defaults = defaults(sampling, recommended.as_ref());
+    let defaults = sampling.over(recommended.as_ref(), usual_sampling())?;
     note!("{}", engine.plan.summary());
-    let options = SchedulerOptions { sequences: parallel, queue };
+    let options = SchedulerOptions { sequences: parallel, queue, pace };
     let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;
     scheduler.at_end(move |engine| warm.remember(engine));
     let mut service = Service::new(info, scheduler, tokenizer, template, ends, defaults);
     service.steer(steer, steering);
     Ok((service, peak))
-}
-
-/// Sampling where a request says nothing: as told, else what the model recommends, else the API's defaults.
-fn defaults(told: &SamplingArgs, recommended: Option<&serde_json::Value>) -> Defaults {
-    let recommended = recommended.filter(|r| r["do_sample"].as_bool() == Some(true));
-    let model = |key: &str| recommended.and_then(|r| r[key].as_f64());
-    let d = Defaults::default();
-    let float = |told: Option<f32>, key: &str, default: f32| {
-        told.unwrap_or_else(|| model(key).map_or(default, |v| v as f32))
-    };
-    Defaults {
-        temperature: float(told.temp, "temperature", d.temperature),
-        top_p: float(told.top_p, "top_p", d.top_p),
-        top_k: told.top_k.unwrap_or_else(|| model("top_k").map_or(d.top_k, |k| k as usize)),
-        min_p: float(told.min_p, "min_p", d.min_p),
-        repeat_penalty: float(told.repeat_penalty, "repetition_penalty", d.repeat_penalty),
-    }
 }
 
 /// Lines of the log go to stderr, events of other parts of the program among them.
