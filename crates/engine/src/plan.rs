@@ -112,14 +112,19 @@ impl PlanInput<'_> {
     pub fn plan(&self, budget: u64) -> Result<MemoryPlan, EngineError> {
         let context = self.context()?;
         let Some(base) = self.plan_with(budget, context)? else {
-            return Err(EngineError::BudgetTooSmall {
-                budget,
-                minimum: self.minimum_as_asked(context),
-                advice: format!(
-                    "{context} tokens of context and {:?} keys and values; a shorter --context or a smaller --kv lowers it",
-                    self.options.kv()
+            let kv = self.options.kv();
+            let advice = match self.options.contexts() {
+                1 => format!(
+                    "{context} tokens of context and {kv:?} keys and values; a shorter --context or a smaller --kv \
+                     lowers it"
                 ),
-            });
+                n => format!(
+                    "{n} times {context} tokens of context and {kv:?} keys and values; a smaller --parallel or \
+                     --contexts, a shorter --context or a smaller --kv lowers it"
+                ),
+            };
+            let minimum = self.minimum_as_asked(context);
+            return Err(EngineError::BudgetTooSmall { budget, minimum, advice });
         };
         if self.options.context.is_some() {
             return Ok(base);

@@ -4,6 +4,8 @@
 //! function of (seed, position, choice) and of nothing that happened before, so that a token does not
 //! depend on how its predecessors were computed (drafted, batched, resumed).
 
+use std::cmp::Ordering;
+
 use forebay_cpu::Level;
 use forebay_cpu::vecmath::exp_slice;
 
@@ -110,8 +112,6 @@ impl Sampler {
     fn draw(&mut self, position: u64) -> u32 {
         let p = &self.params;
         let c = &mut self.candidates;
-        // Highest logit first; ties go to the lower id.
-        let better = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if p.temperature <= 0.0 {
             return c.iter().min_by(|a, b| better(a, b)).expect("vocabulary is not empty").0;
         }
@@ -123,25 +123,28 @@ impl Sampler {
         let max = c.iter().fold(f32::NEG_INFINITY, |max, (_, l)| max.max(*l)) as f64;
         let inv_t = 1.0 / p.temperature as f64;
         let weight = |l: f32| ((l as f64 - max) * inv_t).exp();
-        // Sorting a whole vocabulary takes longer than all the rest: only what can be drawn is sorted, and
-        // nothing where nothing is cut.
+        // Sorting a whole vocabulary takes longer than all the rest: no more is sorted than can be drawn, and nothing
+        // where nothing is cut.
         let total: f64 = c.iter().map(|(_, l)| weight(*l)).sum();
         if p.min_p > 0.0 {
             c.retain(|(_, l)| *l as f64 == max || weight(*l) >= p.min_p as f64);
         }
-        if p.top_p < 1.0 || p.min_p > 0.0 || p.top_k > 0 {
-            c.sort_unstable_by(better);
-        }
-        let weights: Vec<f64> = c.iter().map(|(_, l)| weight(*l)).collect();
-        let mut keep = 0;
+        let cuts = p.top_p < 1.0 || p.min_p > 0.0 || p.top_k > 0;
+        let mut sorted = if cuts { 0 } else { c.len() };
+        let mut weights = Vec::new();
         let mut mass = 0.0;
-        for w in &weights {
-            if keep > 0 && (mass >= p.top_p as f64 * total || *w < p.min_p as f64) {
+        while let Some(keep) = Some(weights.len()).filter(|&keep| keep < c.len()) {
+            if keep == sorted {
+                sorted = sort_more(c, sorted);
+            }
+            let w = weight(c[keep].1);
+            if keep > 0 && (mass >= p.top_p as f64 * total || w < p.min_p as f64) {
                 break;
             }
             mass += w;
-            keep += 1;
+            weights.push(w);
         }
+        let keep = weights.len();
         let mut left = uniform(p.seed, position, 0) * mass;
         for (candidate, w) in c[..keep].iter().zip(&weights) {
             left -= w;
@@ -151,6 +154,21 @@ impl Sampler {
         }
         c[keep - 1].0
     }
+}
+
+/// Highest logit first; ties go to the lower id.
+fn better(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
+    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+}
+
+/// With the best `sorted` in their places, brings more there. Returns how many.
+fn sort_more(c: &mut [(u32, f32)], sorted: usize) -> usize {
+    let more = (sorted * 8).max(256).min(c.len());
+    if more < c.len() {
+        c[sorted..].select_nth_unstable_by(more - sorted - 1, better);
+    }
+    c[sorted..more].sort_unstable_by(better);
+    more
 }
 
 fn penalise(candidates: &mut [(u32, f32)], recent: &[u32], p: &SamplerParams) {
@@ -329,6 +347,42 @@ mod tests {
             let min_p = SamplerParams { min_p: 0.5, temperature: 1.0, ..Default::default() };
             assert_eq!(sample(min_p, &logits, &[], pos), 0);
         }
+    }
+
+    /// Sorted piece by piece is sorted.
+    #[test]
+    fn sorting_more_gives_what_a_whole_sort_gives() {
+        for n in [1, 255, 256, 257, 3000] {
+            // Few different values, so that ids decide often.
+            let value = |i: u32| (uniform(3, i as u64, 0) * 50.0) as f32;
+            let mut pieces: Vec<(u32, f32)> = (0..n).map(|i| (i, value(i))).collect();
+            let mut whole = pieces.clone();
+            whole.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+            let mut sorted = 0;
+            while sorted < pieces.len() {
+                sorted = sort_more(&mut pieces, sorted);
+                assert_eq!(pieces[..sorted], whole[..sorted], "{n} {sorted}");
+            }
+        }
+    }
+
+    /// Where nearly all of a flat distribution is kept, draws come from beyond the first piece too.
+    #[test]
+    fn a_wide_nucleus_is_drawn_from_whole() {
+        let logits: Vec<f32> = (0..4000).map(|i| -(i as f32) * 1e-4).collect();
+        let p = SamplerParams { temperature: 1.0, top_p: 0.5, seed: 5, ..Default::default() };
+        let drawn: Vec<u32> = (0..400).map(|pos| sample(p.clone(), &logits, &[], pos)).collect();
+        let weight = |i: u32| (-(i as f64) * 1e-4).exp();
+        let all: f64 = (0..4000).map(weight).sum();
+        let mut mass = 0.0;
+        let kept = (0..4000).take_while(|&i| {
+            let is = mass < 0.5 * all;
+            mass += weight(i);
+            is
+        });
+        let kept = kept.count() as u32;
+        assert!(drawn.iter().all(|&t| t < kept), "{kept}");
+        assert!(drawn.iter().filter(|&&t| t >= kept / 2).count() > 120, "{kept}");
     }
 
     #[test]
