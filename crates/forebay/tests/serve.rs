@@ -397,6 +397,9 @@ fn images_are_refused_by_name_in_each_shape() {
 
 #[test]
 fn what_is_wrong_is_named() {
+    let schema = |schema: Value| json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": schema } } });
+    let many: serde_json::Map<String, Value> =
+        (0..3000).map(|i| (i.to_string(), json!({ "type": "string" }))).collect();
     let rows = [
         (json!({ "temperature": "hot" }), "temperature"),
         (json!({ "max_tokens": -1 }), "max_tokens"),
@@ -420,6 +423,9 @@ fn what_is_wrong_is_named() {
         (json!({ "tools": [{ "type": "web_search" }] }), "tools[0].type"),
         (json!({ "tool_choice": "required" }), "tool_choice"),
         (json!({ "response_format": { "type": "xml" } }), "response_format.type"),
+        // Schemas that can be read and not be followed.
+        (schema(json!({ "$ref": "#" })), "response_format"),
+        (schema(json!({ "type": "object", "properties": many })), "response_format"),
         (json!({ "reasoning_effort": "lots" }), "reasoning_effort"),
         (json!({ "functions": [{}] }), "functions"),
         (json!({ "logit_bias": { "5": 101 } }), "logit_bias"),

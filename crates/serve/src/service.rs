@@ -16,7 +16,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use crate::error::{ApiError, Kind};
 use crate::fallback;
 use crate::fields::Fields;
-use crate::grammar::{Grammars, Reasons, Shape};
+use crate::grammar::{Grammars, Reasons, Shape, UNFOLLOWED};
 use crate::record::Record;
 use crate::room::Encoding;
 
@@ -636,9 +636,10 @@ impl Listener for Ear {
             Outcome::Length => End::Length,
             Outcome::Gone => return,
             Outcome::Failed(message) => {
-                let kind = match message.contains("shutting down") {
-                    true => Kind::Closing,
-                    false => Kind::Internal,
+                let kind = match &message {
+                    m if m.contains("shutting down") => Kind::Closing,
+                    m if m.starts_with(UNFOLLOWED) => Kind::Invalid,
+                    _ => Kind::Internal,
                 };
                 let failed = Event::Failed(ApiError::new(kind, message));
                 let _ = self.send.send((self.index, failed));
