@@ -13,7 +13,7 @@ use forebay_engine::tap::{Histogram, RoutingTap};
 use forebay_engine::{
     Batch, Control, Engine, EngineOptions, Mode, SamplerParams, Sequence, SteerSource, Steering,
 };
-use forebay_schedule::{Scheduler, SchedulerOptions};
+use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 
 const WAIT: Duration = Duration::from_secs(120);
 /// All models here are as wide.
@@ -201,7 +201,7 @@ fn jobs_together_as_alone_and_all_their_choices_counted() {
             let histogram = Histogram::new(engine.program.moes.iter().map(|m| m.n_experts));
             let histogram = Arc::new(Mutex::new(histogram));
             engine.tap(Box::new(Shared(histogram.clone())));
-            let options = SchedulerOptions { sequences, queue: 64 };
+            let options = SchedulerOptions { sequences, queue: 64, pace: Pace::Flowing };
             let scheduler = Scheduler::start(engine, options).unwrap();
             let answers: Vec<_> = (0..8)
                 .map(|i| {
