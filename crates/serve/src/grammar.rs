@@ -163,14 +163,17 @@ impl Grammars {
             _ => self.text_before("</think>", "</think>"),
         };
         let rules = rules.into_text();
-        format!("start: {start}\nthought[max_tokens={thoughts}]: {thought}\n{TERMINALS}\n{rules}\n")
+        format!(
+            "start: {start}\nthought[max_tokens={thoughts}]: THOUGHT\nTHOUGHT: {thought}\n{TERMINALS}\n{rules}\n"
+        )
     }
 
     /// Text that `closer` ends, and in which `never` does not stand. Where the closer is no token of its own, nothing
     /// that may begin one is in the text: lexers take as much as they can.
     fn text_before(&self, closer: &str, never: &str) -> String {
         let is_token = self.tokenizer.markers().iter().any(|(marker, _)| marker == closer);
-        let escape = |c: char| if c.is_alphanumeric() { vec![c] } else { vec!['\\', c] };
+        // `\<` is an assertion and no bracket.
+        let escape = |c: char| if "|[]/".contains(c) { vec!['\\', c] } else { vec![c] };
         let escaped: String = never.chars().flat_map(escape).collect();
         match is_token {
             true => format!("/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/"),
