@@ -423,9 +423,8 @@ fn what_is_wrong_is_named() {
         (json!({ "tools": [{ "type": "web_search" }] }), "tools[0].type"),
         (json!({ "tool_choice": "required" }), "tool_choice"),
         (json!({ "response_format": { "type": "xml" } }), "response_format.type"),
-        // Schemas that can be read and not be followed.
+        // A schema that can be read and not be followed.
         (schema(json!({ "$ref": "#" })), "response_format"),
-        (schema(json!({ "type": "object", "properties": many })), "response_format"),
         (json!({ "reasoning_effort": "lots" }), "reasoning_effort"),
         (json!({ "functions": [{}] }), "functions"),
         (json!({ "logit_bias": { "5": 101 } }), "logit_bias"),
@@ -441,6 +440,11 @@ fn what_is_wrong_is_named() {
         assert_eq!(error["param"], param, "{extra}: {error}");
         assert_eq!(error["type"], "invalid_request_error");
     }
+    // One that cannot be followed to its end is the request's fault as well.
+    let response =
+        SERVER.post(CHAT, &chat(schema(json!({ "type": "object", "properties": many }))));
+    assert_eq!(response.status, 400, "{}", response.body);
+    assert!(response.body.contains("cannot be followed"), "{}", response.body);
     // Fields that the API does not have are ignored, and those that say nothing.
     SERVER.good(
         CHAT,
