@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use common::{Ear, Heard, MODELS, engine, job, prompt};
 use forebay_engine::{DrafterChoice, SamplerParams, SpeculateOptions};
-use forebay_schedule::{Constraint, Job, Outcome, Scheduler, SchedulerOptions};
+use forebay_schedule::{Constraint, Job, Outcome, Pace, Scheduler, SchedulerOptions};
 
 const WAIT: Duration = Duration::from_secs(120);
 
@@ -17,7 +17,8 @@ fn scheduler(model: &str, speculate: SpeculateOptions) -> Scheduler {
         o.snapshots = 4;
         o.speculate = speculate;
     });
-    Scheduler::start(engine, SchedulerOptions { sequences: 3, queue: 64 }).unwrap()
+    Scheduler::start(engine, SchedulerOptions { sequences: 3, queue: 64, pace: Pace::Flowing })
+        .unwrap()
 }
 
 /// Rules with a memory: which tokens may come depends on all before, and after some tokens nothing may.
