@@ -9,12 +9,12 @@ use forebay_program::{
 use forebay_store::FileSet;
 
 use crate::args::{ElementArgs, ElementOp, EmbedArgs, FloatJob, GatherArgs, GemvJob, Ptr};
-use crate::driver::{Driver, GpuInfo, GraphId, Kernel, Launch, bytes_of, bytes_of_mut};
+use crate::driver::{Driver, GpuInfo, GraphId, Kernel, bytes_of, bytes_of_mut};
 use crate::error::CudaError;
 use crate::inputs::Counts;
 use crate::load::{LoadError, load};
 use crate::map::{CudaShape, FEW_ROWS, LOGIT_ROWS, Map, Model, PackMem, stacks};
-use crate::run::Run;
+use crate::run::{NormRows, Run};
 use crate::steps::{Step, steps};
 
 /// A GPU that was opened.
@@ -183,19 +183,17 @@ impl CudaBackend {
         }
     }
 
-    fn body(&self, rows: usize, counts: &Counts, blocks: usize) -> Result<(), CudaError> {
-        let run = self.launcher(rows, counts, blocks);
+    fn body(&self, run: &Run<'_>) -> Result<(), CudaError> {
         let w = self.map.embedding.as_ref().unwrap_or(&self.map.trunk[self.program.head.weight.0]);
-        let hidden = self.program.buffers[self.program.hidden.0];
+        let width = run.width(self.program.hidden);
         let args = EmbedArgs {
             w: w.args,
             tokens: run.inputs.tokens(),
-            out: self.map.arena + (hidden.offset * self.shape.max_rows * 4) as u64,
-            d: hidden.width as u32,
+            out: run.buffer(self.program.hidden),
+            d: width as u32,
             pad: 0,
         };
-        let grid = [hidden.width.div_ceil(256) as u32, rows as u32, 1];
-        self.launch(Kernel::Embed, grid, bytes_of(&[args]))?;
+        run.launch(Kernel::Embed, [width.div_ceil(256), run.rows, 1], 256, 0, args)?;
         let mut rest = &self.steps[..];
         while let Some((first, others)) = rest.split_first() {
             rest = match run.together(rest)? {
@@ -209,29 +207,25 @@ impl CudaBackend {
         Ok(())
     }
 
-    fn launch(&self, kernel: Kernel, grid: [u32; 3], args: &[u8]) -> Result<(), CudaError> {
-        self.driver.launch(Launch { kernel, grid, threads: 256, shared: 0 }, args)
-    }
-
     fn pass(&mut self, pass: &Pass<'_>, tokens: &[u32]) -> Result<(), CudaError> {
         let rows = pass.rows();
         let inputs = &self.map.inputs[(rows > FEW_ROWS) as usize];
         let counts = inputs.fill(pass, tokens, &mut self.words);
         self.driver.enqueue_write(inputs.base, bytes_of(&self.words))?;
         if rows > FEW_ROWS {
-            return self.body(rows, &counts, 0);
-        }
-        #[cfg(feature = "profile")]
-        if self.driver.profiles("") {
-            return self.body(rows, &counts, captured_blocks(counts.blocks));
+            return self.body(&self.launcher(rows, &counts, 0));
         }
         let blocks = captured_blocks(counts.blocks);
+        #[cfg(feature = "profile")]
+        if self.driver.profiles("") {
+            return self.body(&self.launcher(rows, &counts, blocks));
+        }
         let key = GraphKey { rows, spans: counts.spans, blocks, tiles: counts.tiles.clone() };
         if let Some(graph) = self.graphs.get(&key) {
             return self.driver.launch_graph(*graph);
         }
         self.driver.begin_capture()?;
-        let captured = self.body(rows, &counts, blocks);
+        let captured = self.body(&self.launcher(rows, &counts, blocks));
         let graph = self.driver.end_capture();
         captured?;
         let graph = graph?;
@@ -239,15 +233,15 @@ impl CudaBackend {
         self.driver.launch_graph(graph)
     }
 
-    fn head(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), CudaError> {
+    /// Logits of rows; says the router fault's word.
+    fn head(&mut self, rows: &[u32], out: &mut [f32]) -> Result<u32, CudaError> {
         let counts = Counts { spans: 0, tiles: Vec::new(), blocks: 0 };
         let run = self.launcher(rows.len(), &counts, 0);
         let program = &self.program;
         let head = program.head;
         let w = &self.map.trunk[head.weight.0];
         let d = w.args.cols as usize;
-        let hidden = program.buffers[program.hidden.0];
-        let hidden = self.map.arena + (hidden.offset * self.shape.max_rows * 4) as u64;
+        let hidden = run.buffer(program.hidden);
         let src = match rows {
             [one] => hidden + 4 * u64::from(*one) * d as u64,
             _ => {
@@ -255,15 +249,22 @@ impl CudaBackend {
                 self.driver.enqueue_write(self.map.logits, bytes_of(rows))?;
                 let (numbers, dst) = (self.map.logits, self.map.gathered);
                 let args = GatherArgs { src: hidden, rows: numbers, dst, width: d as u32, pad: 0 };
-                let grid = [d.div_ceil(256) as u32, rows.len() as u32, 1];
-                self.launch(Kernel::Gather, grid, bytes_of(&[args]))?;
+                run.launch(Kernel::Gather, [d.div_ceil(256), rows.len(), 1], 256, 0, args)?;
                 dst
             }
         };
         let pack = PackMem { row_codes: d as u64, row_meta: d as u64 / 2, ..self.map.head_pack };
         let packs = head.pack.map(|_| pack);
         let floats = if packs.is_none() { self.map.gathered } else { 0 };
-        run.norm_at(rows.len(), src, d, 0, Some(head.norm), floats, packs.as_slice())?;
+        run.norm_rows(NormRows {
+            rows: rows.len(),
+            src,
+            width: d,
+            add: 0,
+            norm: Some(head.norm),
+            dst: floats,
+            packs: packs.as_slice(),
+        })?;
         match packs {
             Some(p) => {
                 let job = GemvJob {
@@ -299,7 +300,10 @@ impl CudaBackend {
         }
         #[cfg(feature = "profile")]
         self.driver.profiles("a pass with logits");
-        self.driver.read(self.map.logits, bytes_of_mut(out))
+        let mut fault = [0; 4];
+        let (logits, at) = (self.map.logits, self.map.fault);
+        self.driver.read_parts(&mut [(at, &mut fault), (logits, bytes_of_mut(out))])?;
+        Ok(u32::from_le_bytes(fault))
     }
 
     /// Bytes of weights that a pass reads from memory: of experts, as many as rows can have chosen.
@@ -310,19 +314,6 @@ impl CudaBackend {
         let moes = self.program.moes.iter().zip(&self.expert_bytes);
         let experts = moes.map(|(m, bytes)| (rows * m.top_k).min(m.n_experts) as u64 * bytes);
         self.bytes_moved += trunk + experts.sum::<u64>();
-    }
-
-    fn fault(&self) -> Result<(), BackendError> {
-        let mut word = [0; 4];
-        let read = self.driver.read(self.map.fault, &mut word);
-        read.map_err(device)?;
-        match u32::from_le_bytes(word) {
-            0 => Ok(()),
-            n => {
-                self.driver.enqueue_zero(self.map.fault, 4).map_err(device)?;
-                Err(BackendError::RouterNan { layer: n as usize - 1 })
-            }
-        }
     }
 }
 
@@ -394,8 +385,13 @@ impl Backend for CudaBackend {
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
         let head = &self.map.trunk[self.program.head.weight.0];
         self.bytes_moved += head.row_bytes * head.args.rows as u64;
-        self.head(rows, out).map_err(device)?;
-        self.fault()
+        match self.head(rows, out).map_err(device)? {
+            0 => Ok(()),
+            n => {
+                self.driver.enqueue_zero(self.map.fault, 4).map_err(device)?;
+                Err(BackendError::RouterNan { layer: n as usize - 1 })
+            }
+        }
     }
 
     fn max_logit_rows(&self) -> usize {

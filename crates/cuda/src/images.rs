@@ -21,6 +21,7 @@ pub const SOURCE: &str = concat!(
     include_str!("kernels/rows.cu"),
     include_str!("kernels/heads.cu"),
     include_str!("kernels/attention.cu"),
+    include_str!("kernels/attention_tile.cu"),
     include_str!("kernels/moe.cu"),
     include_str!("kernels/recurrent.cu"),
 );

@@ -10,6 +10,7 @@ use crate::driver::{Driver, Kernel, Launch, Plain, bytes_of, bytes_of_mut};
 use crate::error::CudaError;
 use crate::layout::Layout;
 use crate::load::{Stack, place};
+use crate::run::GEMM_SHARED;
 
 /// What was compared, and what differed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -192,7 +193,14 @@ impl Case {
                             variant: placed.variant,
                             ..Default::default()
                         };
-                        launch(d, Kernel::Gemm, [self.rows.div_ceil(64), 2, 1], 256, 65536, args)?;
+                        launch(
+                            d,
+                            Kernel::Gemm,
+                            [self.rows.div_ceil(64), 2, 1],
+                            256,
+                            GEMM_SHARED,
+                            args,
+                        )?;
                     }
                     _ => {
                         let mut args =
@@ -256,7 +264,8 @@ fn launch<T: Plain>(
     args: T,
 ) -> Result<(), CudaError> {
     let grid = grid.map(|n| n as u32);
-    d.launch(Launch { kernel, grid, threads, shared: shared as u32 }, bytes_of(&[args]))
+    let shared = shared as u32;
+    d.launch(Launch { kernel, grid, threads, shared }, bytes_of(&[args]))
 }
 
 fn read(d: &dyn Driver, from: Ptr, n: usize) -> Result<Vec<f32>, CudaError> {

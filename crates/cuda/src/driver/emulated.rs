@@ -83,6 +83,17 @@ impl Driver for Emulated {
         &self.info
     }
 
+    fn launch(&self, launch: Launch, args: &[u8]) -> Result<(), CudaError> {
+        assert_eq!(args.len(), launch.kernel.args_bytes());
+        let mut state = self.state.lock().expect("no panic holds it");
+        if let Some(recording) = &mut state.recording {
+            recording.push((launch, args.to_vec()));
+            return Ok(());
+        }
+        self.run(&launch, args);
+        Ok(())
+    }
+
     fn alloc(&self, bytes: u64) -> Result<Ptr, CudaError> {
         let words = bytes.div_ceil(8) as usize + 32;
         // Poisoned: what nobody wrote is NaN.
@@ -112,20 +123,13 @@ impl Driver for Emulated {
         Ok(())
     }
 
-    fn launch(&self, launch: Launch, args: &[u8]) -> Result<(), CudaError> {
-        assert_eq!(args.len(), launch.kernel.args_bytes());
-        let mut state = self.state.lock().expect("no panic holds it");
-        if let Some(recording) = &mut state.recording {
-            recording.push((launch, args.to_vec()));
-            return Ok(());
+    fn read_parts(&self, parts: &mut [(Ptr, &mut [u8])]) -> Result<(), CudaError> {
+        for (from, bytes) in parts {
+            // SAFETY: as in `write`.
+            unsafe {
+                std::ptr::copy_nonoverlapping(*from as *const u8, bytes.as_mut_ptr(), bytes.len());
+            }
         }
-        self.run(&launch, args);
-        Ok(())
-    }
-
-    fn read(&self, from: Ptr, bytes: &mut [u8]) -> Result<(), CudaError> {
-        // SAFETY: as in `write`.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len()) }
         Ok(())
     }
 

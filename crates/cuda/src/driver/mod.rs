@@ -22,6 +22,9 @@ pub(crate) unsafe trait Plain: Copy + 'static {}
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
 #[allow(unsafe_code)]
+unsafe impl Plain for u64 {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
 unsafe impl Plain for f32 {}
 
 /// The bytes of plain values.
@@ -161,8 +164,12 @@ pub(crate) trait Driver: Send + Sync {
     fn enqueue_write(&self, to: Ptr, bytes: &[u8]) -> Result<(), CudaError>;
     fn enqueue_zero(&self, to: Ptr, bytes: u64) -> Result<(), CudaError>;
     fn launch(&self, launch: Launch, args: &[u8]) -> Result<(), CudaError>;
+    /// Waits for the stream, and reads from several places.
+    fn read_parts(&self, parts: &mut [(Ptr, &mut [u8])]) -> Result<(), CudaError>;
     /// Waits for the stream, and reads.
-    fn read(&self, from: Ptr, bytes: &mut [u8]) -> Result<(), CudaError>;
+    fn read(&self, from: Ptr, bytes: &mut [u8]) -> Result<(), CudaError> {
+        self.read_parts(&mut [(from, bytes)])
+    }
     /// Whether kernels are timed one by one; prints what was timed, under the name of what ran.
     #[cfg(feature = "profile")]
     fn profiles(&self, _what: &str) -> bool {

@@ -19,8 +19,9 @@ use crate::images;
 /// CUDA 12.0: what launches with attributes need.
 const NEEDED_DRIVER: u32 = 12000;
 
-/// Bytes of the page-locked buffer through which results are read.
-const STAGING: usize = 4 << 20;
+/// Results are read through a page-locked buffer, in pieces of so many bytes, so many at a time.
+const PIECE: usize = 128 << 10;
+const PIECES: usize = 16;
 
 /// Device 0 with its primary context, a stream, and the kernels.
 pub(crate) struct Real {
@@ -36,7 +37,10 @@ pub(crate) struct Real {
     profile: Option<Mutex<Vec<(Kernel, sys::CUevent)>>>,
 }
 
-struct Staging(*mut c_void);
+struct Staging {
+    buffer: *mut c_void,
+    events: [sys::CUevent; PIECES],
+}
 
 // SAFETY: handles and the page-locked buffer are plain addresses, usable from any thread that has the context current; what
 // is not thread-safe is behind a mutex.
@@ -159,7 +163,12 @@ impl Real {
             check(sys::cuMemGetInfo_v2(&mut free, &mut total), "asking for free memory")?;
             info.free_bytes = free as u64;
             let mut staging = std::ptr::null_mut();
-            check(sys::cuMemHostAlloc(&mut staging, STAGING, 0), "locking host memory")?;
+            check(sys::cuMemHostAlloc(&mut staging, PIECES * PIECE, 0), "locking host memory")?;
+            let mut events = [std::ptr::null_mut(); PIECES];
+            let plain = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+            for event in &mut events {
+                check(sys::cuEventCreate(event, plain), "making an event")?;
+            }
             let overlap = info.capability >= 90 && info.driver_version >= 12030;
             #[cfg(feature = "profile")]
             let profile = std::env::var_os("FOREBAY_CUDA_PROFILE").map(|_| Mutex::default());
@@ -168,7 +177,7 @@ impl Real {
                 context,
                 stream,
                 functions,
-                staging: Mutex::new(Staging(staging)),
+                staging: Mutex::new(Staging { buffer: staging, events }),
                 graphs: Mutex::default(),
                 #[cfg(feature = "profile")]
                 overlap: overlap && profile.is_none(),
@@ -241,7 +250,11 @@ impl Drop for Real {
             for graph in self.graphs.lock().expect("no panic holds it").drain(..) {
                 sys::cuGraphExecDestroy(graph);
             }
-            sys::cuMemFreeHost(self.staging.lock().expect("no panic holds it").0);
+            let staging = self.staging.lock().expect("no panic holds it");
+            for event in staging.events {
+                sys::cuEventDestroy_v2(event);
+            }
+            sys::cuMemFreeHost(staging.buffer);
             sys::cuStreamDestroy_v2(self.stream);
             sys::cuDevicePrimaryCtxRelease_v2(0);
         }
@@ -251,6 +264,37 @@ impl Drop for Real {
 impl Driver for Real {
     fn info(&self) -> &GpuInfo {
         &self.info
+    }
+
+    fn launch(&self, launch: Launch, args: &[u8]) -> Result<(), CudaError> {
+        let mut attributes: [sys::CUlaunchAttribute; 1] =
+            // SAFETY: zero is a valid value of every field: numbers and unions of numbers.
+            [unsafe { MaybeUninit::zeroed().assume_init() }];
+        attributes[0].id =
+            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[0].value.programmaticStreamSerializationAllowed = 1;
+        let [x, y, z] = launch.grid;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: launch.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared,
+            hStream: self.stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: self.overlap as u32,
+        };
+        #[cfg(feature = "profile")]
+        self.mark(launch.kernel);
+        let mut params = [args.as_ptr() as *mut c_void];
+        let function = self.functions[launch.kernel as usize];
+        // SAFETY: the kernel takes one structure of exactly these bytes (`args.rs`), which are copied by the call.
+        let result = unsafe {
+            sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut())
+        };
+        check(result, launch.kernel.name())
     }
 
     fn alloc(&self, bytes: u64) -> Result<Ptr, CudaError> {
@@ -293,51 +337,33 @@ impl Driver for Real {
         )
     }
 
-    fn launch(&self, launch: Launch, args: &[u8]) -> Result<(), CudaError> {
-        let mut attributes: [sys::CUlaunchAttribute; 1] =
-            // SAFETY: zero is a valid value of every field: numbers and unions of numbers.
-            [unsafe { MaybeUninit::zeroed().assume_init() }];
-        attributes[0].id =
-            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        attributes[0].value.programmaticStreamSerializationAllowed = 1;
-        let [x, y, z] = launch.grid;
-        let config = sys::CUlaunchConfig {
-            gridDimX: x,
-            gridDimY: y,
-            gridDimZ: z,
-            blockDimX: launch.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: launch.shared,
-            hStream: self.stream,
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: self.overlap as u32,
-        };
-        #[cfg(feature = "profile")]
-        self.mark(launch.kernel);
-        let mut params = [args.as_ptr() as *mut c_void];
-        let function = self.functions[launch.kernel as usize];
-        // SAFETY: the kernel takes one structure of exactly these bytes (`args.rs`), which are copied by the call.
-        let result = unsafe {
-            sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut())
-        };
-        check(result, launch.kernel.name())
-    }
-
-    fn read(&self, from: Ptr, bytes: &mut [u8]) -> Result<(), CudaError> {
+    fn read_parts(&self, parts: &mut [(Ptr, &mut [u8])]) -> Result<(), CudaError> {
         self.enter()?;
         let staging = self.staging.lock().expect("no panic holds it");
-        for (i, part) in bytes.chunks_mut(STAGING).enumerate() {
-            // SAFETY: the staging buffer holds STAGING bytes and is ours while locked; the stream is waited for
-            // before it is read.
-            unsafe {
-                let from = from + (i * STAGING) as u64;
-                check(
-                    sys::cuMemcpyDtoHAsync_v2(staging.0, from, part.len(), self.stream),
-                    "reading from the GPU",
-                )?;
-                check(sys::cuStreamSynchronize(self.stream), "computing")?;
-                std::ptr::copy_nonoverlapping(staging.0.cast(), part.as_mut_ptr(), part.len());
+        let mut pieces: Vec<(Ptr, &mut [u8])> = Vec::new();
+        for (from, bytes) in parts {
+            let pieces_of = bytes.chunks_mut(PIECE).enumerate();
+            pieces.extend(pieces_of.map(|(i, piece)| (*from + (i * PIECE) as u64, piece)));
+        }
+        // While one piece is on its way, the one before is taken out of the page-locked buffer.
+        for round in pieces.chunks_mut(PIECES) {
+            for (i, (from, piece)) in round.iter().enumerate() {
+                // SAFETY: the staging buffer holds PIECES times PIECE bytes and is ours while locked; events live as long
+                // as `self`.
+                unsafe {
+                    let to = staging.buffer.byte_add(i * PIECE);
+                    let result = sys::cuMemcpyDtoHAsync_v2(to, *from, piece.len(), self.stream);
+                    check(result, "reading from the GPU")?;
+                    check(sys::cuEventRecord(staging.events[i], self.stream), "computing")?;
+                }
+            }
+            for (i, (_, piece)) in round.iter_mut().enumerate() {
+                // SAFETY: as above; the copy is waited for.
+                unsafe {
+                    check(sys::cuEventSynchronize(staging.events[i]), "computing")?;
+                    let from = staging.buffer.byte_add(i * PIECE);
+                    std::ptr::copy_nonoverlapping(from.cast(), piece.as_mut_ptr(), piece.len());
+                }
             }
         }
         Ok(())

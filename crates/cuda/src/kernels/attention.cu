@@ -1,6 +1,6 @@
-// Softmax attention over paged keys and values: the order of `crates/cpu/src/attention/mod.rs`. Few rows: every block of
-// 32 positions by itself (attend_blocks), then each query merges its blocks in ascending order (attend_merge). Many rows:
-// a tile of queries walks the blocks and merges as it goes (attend_tile). Not here: writing pages (heads.cu).
+// Softmax attention of few rows over paged keys and values: the order of `crates/cpu/src/attention/mod.rs`. Every block of
+// 32 positions by itself (attend_blocks), then each query merges its blocks in ascending order (attend_merge).
+// Not here: many rows (attention_tile.cu), writing pages (heads.cu).
 
 struct AttendArgs {
     const float* q;           // [rows, n_heads, dim]
@@ -23,26 +23,6 @@ struct AttendArgs {
 };
 
 D u32 first_visible(u32 position, u32 window) { return window && position + 1 > window ? position + 1 - window : 0; }
-
-// Bytes of a page, as f32 in shared memory: 16 bytes per load, all under way at once.
-D void widen(const u8* from, float* to, u32 n, u32 kv_type, u32 threads) {
-    u32 per = kv_type == 0 ? 4 : kv_type == 1 ? 8 : 16;
-    for (u32 i = threadIdx.x; i < n / per; i += threads) {
-        uint4 x = *(const uint4*)(from + 16 * i);
-        u32 words[4] = {x.x, x.y, x.z, x.w};
-        float* out = to + i * per;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (kv_type == 0) out[k] = float_of(words[k]);
-            if (kv_type == 1) {
-                out[2 * k] = half_to_float((u16)words[k]);
-                out[2 * k + 1] = half_to_float((u16)(words[k] >> 16));
-            }
-            if (kv_type == 2)
-                for (int j = 0; j < 4; j++) out[4 * k + j] = (float)(i8)(words[k] >> (8 * j) & 0xff);
-        }
-    }
-}
 
 template <int TYPE>
 D float kv_at(const u8* p, u32 i) {
@@ -319,73 +299,99 @@ KERNEL(attend_row, AttendRowArgs, 256, 3) {
     blocks_of_type(a.a, at, w);
 }
 
-// Block (head, row), a thread per dimension (rounded up to warps): merges, sink, division, gate, packing.
-KERNEL(attend_merge, AttendArgs, 512, 1) {
+// Blocks of positions whose sums wait in shared memory at a time while they are merged.
+#define MERGED 128
+
+// Sums of `n` blocks of positions from block `first` on, 32 dimensions of each, to shared memory; by 256 threads.
+D void share_parts(const float* from, u32 dim, u32 first, u32 n, u32 quads, float* to) {
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < n * 8; i += 4 * 256) {
+        uint4 v[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 j = i + 256 * k;
+            fresh_16((const u8*)(from + (u64)(first + j / 8) * dim + 4 * (j & 7)), j < n * 8 && (j & 7) < quads, &v[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 j = i + 256 * k;
+            if (j < n * 8 && (j & 7) < quads) ((uint4*)to)[j] = v[k];
+        }
+    }
+}
+
+// What each of `n` blocks and the sum of those before it are multiplied by; by one warp. Running maxima by a scan, so
+// that the exponentials do not wait for each other.
+D void merge_factors(const float* ml, u32 n, float* old_, float* new_, float* ls, float* ms) {
+    u32 lane = threadIdx.x & 31;
+    float carry = -INF;
+    for (u32 b0 = 0; b0 < n; b0 += 32) {
+        u32 b = b0 + lane;
+        bool there = b < n;
+        float mine = there ? fresh_4(ml + 2 * b) : -INF, l = there ? fresh_4(ml + 2 * b + 1) : 0.0f, m = mine;
+        for (int k = 1; k < 32; k <<= 1) {
+            float other = shuffle(m, (int)lane - k < 0 ? (int)lane : (int)lane - k);
+            m = other > m ? other : m;
+        }
+        m = carry > m ? carry : m;
+        float before = shuffle(m, lane ? (int)lane - 1 : 0);
+        before = lane ? before : carry;
+        if (there) {
+            ms[b] = m;
+            ls[b] = l;
+            old_[b] = exp_(before - m);
+            new_[b] = exp_(mine - m);
+        }
+        carry = shuffle(m, 31);
+    }
+}
+
+// Block (32 dimensions of a head, row): merges, sink, division, gate, packing. 256 threads bring what is merged to shared
+// memory; a warp, a thread per dimension, makes the sums.
+KERNEL(attend_merge, AttendArgs, 256, 1) {
     DYNAMIC_SHARED(shared);
-    u32 room = (a.max_blocks + 15) / 16 * 16;
-    float* old_ = (float*)shared;    // [room]
-    float* new_ = old_ + room;
-    float* ls = new_ + room;
-    float* ms = ls + room;           // maxima, then running maxima
-    u32 row = blockIdx.y, head = blockIdx.x, d = threadIdx.x, position = a.positions[row];
-    wait_for_inputs();
+    u32 most = a.max_blocks, slices = (a.dim + 31) / 32, room = most < MERGED ? most : MERGED;
+    float* parts = (float*)shared;          // [room][32]
+    float* old_ = parts + 32 * room;        // [most], as the three after it
+    float* new_ = old_ + most;
+    float* ls = new_ + most;
+    float* ms = ls + most;                  // running maxima
+    u32 row = blockIdx.y, head = blockIdx.x / slices, d0 = blockIdx.x % slices * 32, position = a.positions[row];
+    u32 dims = a.dim - d0 < 32 ? a.dim - d0 : 32, lane = threadIdx.x & 31;
     u32 n = position / 32 - first_visible(position, a.window) / 32 + 1;
-    u64 at = ((u64)row * a.n_heads + head) * a.max_blocks;
-    const float* parts = a.parts + at * a.dim + (d < a.dim ? d : 0);
-    float part[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) part[i] = parts[(u64)((u32)i < n ? i : n - 1) * a.dim];
-    for (u32 b = threadIdx.x; b < n; b += blockDim.x) {
-        float2 v = *(const float2*)(a.part_ml + 2 * (at + b));
-        ms[b] = v.x;
-        new_[b] = v.x;
-        ls[b] = v.y;
-    }
-    block_barrier();
-    if (threadIdx.x < 32) {
-        // Running maxima by a scan, so that the exponentials do not wait for each other.
-        float carry = -INF;
-        for (u32 b0 = 0; b0 < n; b0 += 32) {
-            u32 b = b0 + threadIdx.x;
-            float m = b < n ? ms[b] : -INF;
-            for (int k = 1; k < 32; k <<= 1) {
-                float other = shuffle(m, (int)threadIdx.x - k < 0 ? (int)threadIdx.x : (int)threadIdx.x - k);
-                m = other > m ? other : m;
-            }
-            m = carry > m ? carry : m;
-            if (b < n) ms[b] = m;
-            carry = shuffle(m, 31);
-        }
-    }
-    block_barrier();
-    for (u32 b = threadIdx.x; b < n; b += blockDim.x) {
-        float m = ms[b], before = b ? ms[b - 1] : -INF;
-        old_[b] = exp_(before - m);
-        new_[b] = exp_(new_[b] - m);
-    }
-    block_barrier();
+    u64 at = ((u64)row * a.n_heads + head) * most;
+    const float* from = a.parts + at * a.dim + d0;
+    wait_for_inputs();
     float l = 0.0f, acc = 0.0f;
-    for (u32 b = 0; b < n; b += 16) {
-        float now[16], o[16], w[16], s[16];
+    for (u32 b0 = 0; b0 < n; b0 += MERGED) {
+        u32 here = n - b0 < MERGED ? n - b0 : MERGED;
+        if (b0) block_barrier();
+        share_parts(from, a.dim, b0, here, dims / 4, parts);
+        if (b0 == 0 && threadIdx.x < 32) merge_factors(a.part_ml + 2 * at, n, old_, new_, ls, ms);
+        block_barrier();
+        if (threadIdx.x >= 32) continue;
+        // Eight at a time, so that the sums do not wait for shared memory.
+#pragma unroll 1
+        for (u32 b = 0; b < here; b += 8) {
+            float o[8], x[8], y[8];
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            now[i] = part[i];
-            o[i] = old_[b + i];
-            w[i] = new_[b + i];
-            s[i] = ls[b + i];
-        }
-        if (b + 16 < n) {
+            for (int k = 0; k < 8; k++) {
+                u32 i = b + k < here ? b + k : b;
+                float w = new_[b0 + i];
+                o[k] = old_[b0 + i];
+                x[k] = ls[b0 + i] * w;
+                y[k] = parts[32 * i + lane] * w;
+            }
 #pragma unroll
-            for (int i = 0; i < 16; i++) part[i] = parts[(u64)(b + 16 + i < n ? b + 16 + i : n - 1) * a.dim];
-        }
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float x = fma_(l, o[i], s[i] * w[i]), y = fma_(acc, o[i], now[i] * w[i]);
-            l = b + i < n ? x : l;
-            acc = b + i < n ? y : acc;
+            for (int k = 0; k < 8; k++) {
+                float next_l = fma_(l, o[k], x[k]), next = fma_(acc, o[k], y[k]);
+                l = b + k < here ? next_l : l;
+                acc = b + k < here ? next : acc;
+            }
         }
     }
     let_next_start();
+    if (threadIdx.x >= 32) return;
     float last_m = ms[n - 1];
     if (a.sinks) {
         float sink = a.sinks[head], max = sink > last_m ? sink : last_m;
@@ -394,192 +400,12 @@ KERNEL(attend_merge, AttendArgs, 512, 1) {
         acc = acc * old;
     }
     float v = acc / l;
+    u32 d = d0 + lane;
     u64 place = (u64)row * a.n_heads * a.dim + head * a.dim + d;
-    if (a.gate && d < a.dim) v = v * sigmoid_(a.gate[place]);
-    if (d < a.dim) a.out[place] = v;
+    if (a.gate && lane < dims) v = v * sigmoid_(a.gate[place]);
+    if (lane < dims) a.out[place] = v;
     if (a.codes) {
-        u32 block = (head * a.dim + d) / 32;
-        pack_block(v, a.codes + row * a.row_codes + 32 * block, a.meta + row * a.row_meta + 16 * block);
+        u32 b = (head * a.dim + d0) / 32;
+        pack_block(v, a.codes + row * a.row_codes + 32 * b, a.meta + row * a.row_meta + 16 * b);
     }
-}
-
-// Block (tile of rows, kv head), 256 threads; QT queries = rows x group. A thread keeps 4 queries x DT dimensions.
-template <int QT, int DT>
-D void tile_body(const AttendArgs& a, float* shared) {
-    constexpr u32 JT = QT / 32;            // positions of a thread's scores
-    constexpr u32 QUADS = QT / 4, LANES = 256 / QUADS;
-    u32 group = a.n_heads / a.n_kv_heads, dim = a.dim;
-    float* keys = shared;                  // [dim][32]
-    float* values = keys + dim * 32;       // [32][dim]
-    float* q = values + dim * 32;          // [dim][QT]
-    float* p = q + dim * QT;               // [32][QT]
-    float* old_ = p + 32 * QT;             // [QT]
-    float* new_ = old_ + QT;
-    float* m = new_ + QT;
-    float* l = m + QT;
-    float* scales = l + QT;                // [2][32]
-    u32 row0 = a.tiles[2 * blockIdx.x], n_rows = a.tiles[2 * blockIdx.x + 1], head = blockIdx.y;
-    u32 queries = n_rows * group;
-    for (u32 i = threadIdx.x; i < QT * dim; i += 256) {
-        u32 x = i / dim, d = i % dim;
-        q[d * QT + x] = x < queries ? a.q[((u64)(row0 + x / group) * a.n_heads + head * group + x % group) * dim + d] : 0.0f;
-    }
-    for (u32 i = threadIdx.x; i < QT; i += 256) {
-        m[i] = -INF;
-        l[i] = 0.0f;
-    }
-    u32 first = first_visible(a.positions[row0], a.window) / 32, last = a.positions[row0 + n_rows - 1] / 32;
-    const u32* table = a.tables + a.row_sequence[row0] * a.table_len;
-    u32 size = a.kv_type == 0 ? 4 : a.kv_type == 1 ? 2 : 1;
-    u32 quad = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    float acc[4][DT];
-    for (int x = 0; x < 4; x++)
-        for (int k = 0; k < DT; k++) acc[x][k] = 0.0f;
-    for (u32 b = first; b <= last; b++) {
-        const u8* kp = head_of_page((u8*)a.pages, a.page_bytes, table[b], head, dim, a.kv_type);
-        const u8* vp = kp + (u64)dim * 32 * size;
-        block_barrier();
-        widen(kp, keys, dim * 32, a.kv_type, 256);
-        widen(vp, values, dim * 32, a.kv_type, 256);
-        if (a.kv_type == 2 && threadIdx.x < 64) scales[threadIdx.x] = ((const float*)(vp + (u64)dim * 32 * size))[threadIdx.x];
-        block_barrier();
-        {
-            // Scores: 4 queries x JT positions per thread.
-            constexpr u32 JL = 32 / JT;
-            u32 xs = threadIdx.x / JL * 4, j0 = threadIdx.x % JL * JT;
-            float s[4][JT];
-            for (int x = 0; x < 4; x++)
-                for (u32 j = 0; j < JT; j++) s[x][j] = 0.0f;
-#pragma unroll 4
-            for (u32 d = 0; d < dim; d++) {
-                float4 qs = *(const float4*)(q + d * QT + xs);
-                float ks[JT];
-                for (u32 j = 0; j < JT; j++) ks[j] = keys[d * 32 + j0 + j];
-                for (u32 j = 0; j < JT; j++) {
-                    s[0][j] = fma_(qs.x, ks[j], s[0][j]);
-                    s[1][j] = fma_(qs.y, ks[j], s[1][j]);
-                    s[2][j] = fma_(qs.z, ks[j], s[2][j]);
-                    s[3][j] = fma_(qs.w, ks[j], s[3][j]);
-                }
-            }
-            for (int x = 0; x < 4; x++)
-                for (u32 j = 0; j < JT; j++) {
-                    float v = s[x][j];
-                    if (a.kv_type == 2) v = v * scales[j0 + j];
-                    p[(j0 + j) * QT + xs + x] = v * a.scale;
-                }
-        }
-        block_barrier();
-        // Softmax numerators: four threads per query, eight positions each; one of them sums.
-        if (threadIdx.x < 4 * QT) {
-            u32 x = threadIdx.x / 4, part = threadIdx.x & 3;
-            u32 position = a.positions[row0 + (x < queries ? x / group : 0)];
-            u32 seen = first_visible(position, a.window);
-            u32 lo = seen > b * 32 ? seen - b * 32 : 0;
-            u32 hi = position + 1 <= b * 32 ? 0 : position + 1 - b * 32 < 32 ? position + 1 - b * 32 : 32;
-            float max = -INF;
-            for (u32 j = part * 8; j < part * 8 + 8; j++) {
-                float s = p[j * QT + x];
-                if (j >= lo && j < hi && s > -INF && s > max) max = s;
-            }
-            float other = shuffle_xor(max, 1);
-            max = other > max ? other : max;
-            other = shuffle_xor(max, 2);
-            max = other > max ? other : max;
-            for (u32 j = part * 8; j < part * 8 + 8; j++) {
-                float s = p[j * QT + x];
-                p[j * QT + x] = j >= lo && j < hi ? exp_(s - max) : 0.0f;
-            }
-            warp_barrier();
-            if (part == 0) {
-                float sum = 0.0f;
-                for (u32 j = 0; j < 32; j++) sum = sum + p[j * QT + x];
-                if (lo < hi) {
-                    float before = m[x], now = max > before ? max : before;
-                    float o = exp_(before - now), w = exp_(max - now);
-                    old_[x] = o;
-                    new_[x] = w;
-                    m[x] = now;
-                    l[x] = fma_(l[x], o, sum * w);
-                } else {
-                    new_[x] = -1.0f;  // sees nothing of this block
-                }
-            }
-            warp_barrier();
-            if (a.kv_type == 2)
-                for (u32 j = part * 8; j < part * 8 + 8; j++) p[j * QT + x] = p[j * QT + x] * scales[32 + j];
-        }
-        block_barrier();
-        float sums[4][DT];
-        for (int x = 0; x < 4; x++)
-            for (int k = 0; k < DT; k++) sums[x][k] = 0.0f;
-        u32 end = a.positions[row0 + n_rows - 1] + 1 - b * 32;
-        end = end < 32 ? end : 32;
-        for (u32 j = 0; j < end; j++) {
-            float4 ps = *(const float4*)(p + j * QT + quad * 4);
-#pragma unroll
-            for (int k = 0; k < DT; k += 4) {
-                u32 d = lane * 4 + (k / 4) * LANES * 4;
-                if (d >= dim) continue;
-                float4 v = *(const float4*)(values + j * dim + d);
-                float w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int y = 0; y < 4; y++) {
-                    sums[0][k + y] = fma_(ps.x, w[y], sums[0][k + y]);
-                    sums[1][k + y] = fma_(ps.y, w[y], sums[1][k + y]);
-                    sums[2][k + y] = fma_(ps.z, w[y], sums[2][k + y]);
-                    sums[3][k + y] = fma_(ps.w, w[y], sums[3][k + y]);
-                }
-            }
-        }
-#pragma unroll
-        for (int x = 0; x < 4; x++) {
-            float o = old_[quad * 4 + x], w = new_[quad * 4 + x];
-            if (w < 0.0f) continue;
-#pragma unroll
-            for (int k = 0; k < DT; k++) acc[x][k] = fma_(acc[x][k], o, sums[x][k] * w);
-        }
-    }
-#pragma unroll
-    for (int x = 0; x < 4; x++) {
-        u32 query = quad * 4 + x;
-        if (query >= queries) continue;
-        u32 h = head * group + query % group;
-        float sum = l[query], factor = 1.0f;
-        if (a.sinks) {
-            float sink = a.sinks[h], before = m[query], max = sink > before ? sink : before;
-            factor = exp_(before - max);
-            sum = fma_(sum, factor, exp_(sink - max));
-        }
-        float* out = a.out + ((u64)(row0 + query / group) * a.n_heads + h) * dim;
-#pragma unroll
-        for (int k = 0; k < DT; k++) {
-            u32 d = lane * 4 + (k / 4) * LANES * 4 + (k & 3);
-            if (d >= dim) continue;
-            float v = acc[x][k];
-            if (a.sinks) v = v * factor;
-            out[d] = v / sum;
-        }
-    }
-}
-
-KERNEL(attend_tile_64, AttendArgs, 256, 2) {
-    DYNAMIC_SHARED(shared);
-    wait_for_inputs();
-    tile_body<64, 4>(a, (float*)shared);
-}
-KERNEL(attend_tile_128, AttendArgs, 256, 2) {
-    DYNAMIC_SHARED(shared);
-    wait_for_inputs();
-    tile_body<64, 8>(a, (float*)shared);
-}
-KERNEL(attend_tile_256, AttendArgs, 256, 1) {
-    DYNAMIC_SHARED(shared);
-    wait_for_inputs();
-    tile_body<64, 16>(a, (float*)shared);
-}
-KERNEL(attend_tile_512, AttendArgs, 256, 1) {
-    DYNAMIC_SHARED(shared);
-    wait_for_inputs();
-    tile_body<32, 16>(a, (float*)shared);
 }

@@ -98,6 +98,19 @@ D void fresh_16(const u8* p, bool there, uint4* v) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                  : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w) : "l"(p), "r"((u32)there) : "memory");
 }
+// Copies 16 (8) bytes to shared memory behind the thread's back, zeroes unless `there`; all copies that were begun in front
+// of the last but `n` marks are done after `copies_done<n>`, for the thread that began them.
+D void copy_16(void* to, const u8* from, bool there) {
+    u32 at = (u32)__cvta_generic_to_shared(to), bytes = there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+}
+D void copy_8(void* to, const u8* from, bool there) {
+    u32 at = (u32)__cvta_generic_to_shared(to), bytes = there ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+}
+D void mark_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+D void copies_done() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 D float fresh_4(const float* p) {
     float v;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");

@@ -184,6 +184,10 @@ D u8 load_1(const u8* p) { return *p; }
 D void early_16(const u8* p, bool there, uint4* v) { if (there) *v = load_16(p); }
 D void fresh_16(const u8* p, bool there, uint4* v) { if (there) *v = load_16(p); }
 D float fresh_4(const float* p) { return *p; }
+D void copy_16(void* to, const u8* from, bool there) { if (there) *(uint4*)to = load_16(from); else memset(to, 0, 16); }
+D void copy_8(void* to, const u8* from, bool there) { if (there) *(uint2*)to = load_8(from); else memset(to, 0, 8); }
+D void mark_copies() {}
+template <int N> D void copies_done() {}
 D void early_8(const u8* p, bool there, uint2* v) { if (there) *v = load_8(p); }
 D void early_4(const u8* p, bool there, u32* v) { if (there) *v = load_4(p); }
 D void early_2(const u8* p, bool there, u16* v) { if (there) *v = load_2(p); }
