@@ -2,8 +2,8 @@
 //!
 //! One run of `forebay bench` per budget (GiB), as a row of a Markdown table. `--cap` is a command that
 //! limits memory, `{bytes}` in it being the budget: `systemd-run --scope -q -p MemoryMax={bytes} -p
-//! MemorySwapMax=0`. Beside what was measured stands what `plan` says just before, with the choices of
-//! experts that an earlier run recorded as its prior.
+//! MemorySwapMax=0`. Beside what was measured stands what `plan` says just before; its prior are the choices
+//! of experts of the same tokens, recorded in a run before all others.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -104,19 +104,12 @@ impl Bench {
         Self::json(command.args(&self.rest))
     }
 
-    /// Records the experts that a run chooses, with the tokens of the measurement.
+    /// Records the experts that the measurement chooses, whatever the budget.
     fn record(&self, budgets: &[f64], trace: &Path) -> anyhow::Result<()> {
         let bytes = (budgets.iter().copied().fold(0.0, f64::max) * GIB) as u64;
-        let at = self.rest.iter().position(|o| o == "--gen-tokens");
-        let tokens = at.and_then(|at| self.rest.get(at + 1)).map_or("64", String::as_str);
-        let ids = trace.with_extension("ids");
-        std::fs::write(&ids, "[1,2,3,4]")?;
         let mut command = self.command(bytes);
-        command.args(["trace", &self.model, "--memory", &bytes.to_string(), "--prompt-ids"]);
-        command.arg(&ids).args(["--tokens", tokens, "--json", "--out"]).arg(trace);
-        let recorded = Self::json(&mut command);
-        let _ = std::fs::remove_file(ids);
-        recorded.map(|_| ())
+        command.args(["bench", &self.model, "--json", "--memory", &bytes.to_string()]);
+        Self::json(command.args(&self.rest).arg("--trace").arg(trace)).map(|_| ())
     }
 
     /// What `forebay plan` says for a budget.

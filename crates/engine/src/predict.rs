@@ -6,15 +6,17 @@
 //! other; those of real text are not, and hit more often. Speeds come from what was measured
 //! ([`Speeds`]).
 //!
-//! The model of a decoded token: products at the speed of memory, plus what has to be waited for. While
+//! The model of a decoded token: the products of the program, each timed in its own shape beside those it runs
+//! with, its other operations at the time of a small one, and what has to be waited for. While
 //! a layer's missing experts are read, those that are there are computed; so a layer takes the longer
 //! of the two, then the last missing expert is computed. A prompt's chunk reads what its layers' unions
 //! miss, and computes meanwhile.
 
 use forebay_cpu::backend::read_vector;
+use forebay_cpu::probe::{Probe, Shape};
 use forebay_files::Catalog;
 use forebay_models::{ExpertWeights, ModelSpec, RoutedBranch, WeightRef};
-use forebay_program::Program;
+use forebay_program::{Moe, Op, Program};
 use forebay_quant::Format;
 use forebay_store::{FileSet, Policy, Residency, StoreError, StoreSpec, replay_each};
 
@@ -23,11 +25,22 @@ use crate::plan::MemoryPlan;
 use crate::rows::RowReader;
 use crate::sampler::uniform;
 
+/// What a pass chose in a routed layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Routed {
+    /// The routed layer.
+    pub layer: usize,
+    /// Rows of the pass: one when decoding.
+    pub rows: usize,
+    /// Distinct experts.
+    pub experts: Vec<u16>,
+}
+
 /// Where choices of experts come from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prior {
-    /// Recorded: (routed layer, distinct experts) of every pass of one row.
-    Trace(Vec<(usize, Vec<u16>)>),
+    /// Recorded.
+    Trace(Vec<Routed>),
     /// Drawn from the routers: per routed layer and expert the bias and the length of the row.
     Router(Vec<Vec<(f32, f32)>>),
     /// Every expert alike.
@@ -86,10 +99,74 @@ pub struct Speeds {
     /// Bytes per second of random reads at the size and depth of expert reads; none where experts are
     /// not read from a disk that is here.
     pub disk: Option<f64>,
-    /// Weight bytes per second of products with one row, per format.
-    pub one_row: Vec<(Format, f64)>,
+    /// Seconds of a program's products with one row, for lists that run at once.
+    pub products: Vec<(Vec<Shape>, f64)>,
+    /// Weight bytes per second of the quickest of them.
+    pub one_row: Option<f64>,
     /// Weight bytes times rows per second of products with many rows, per format.
     pub many_rows: Vec<(Format, f64)>,
+    /// Seconds of an operation that is no product, with one row.
+    pub small: f64,
+}
+
+impl Speeds {
+    /// Times what a program does.
+    pub fn measure(probe: &Probe<'_>, program: &Program, store: &StoreSpec) -> Speeds {
+        let mut products: Vec<(Vec<Shape>, f64)> = Vec::new();
+        for shapes in lists(program, store) {
+            if !products.iter().any(|(known, _)| *known == shapes) {
+                let seconds = probe.one_row(&shapes);
+                products.push((shapes, seconds));
+            }
+        }
+        let bytes = |s: &Shape| s.format.matrix_bytes(s.rows, s.cols).unwrap_or(0) as f64;
+        let rates = products.iter().map(|(list, s)| list.iter().map(bytes).sum::<f64>() / s);
+        let many = formats(program, store).into_iter().map(|f| (f, probe.many_rows(f)));
+        Speeds {
+            disk: None,
+            one_row: rates.reduce(f64::max),
+            many_rows: many.collect(),
+            small: probe.small(program.buffers[program.hidden.0].width),
+            products,
+        }
+    }
+
+    fn seconds(&self, shapes: &[Shape]) -> f64 {
+        let found = self.products.iter().find(|(known, _)| known == shapes);
+        found.map_or(0.0, |(_, seconds)| *seconds)
+    }
+}
+
+/// The products of a program with one row that run at once: those of its body, the head, and for every routed
+/// layer gate and up of the chosen experts, then down.
+fn lists(program: &Program, store: &StoreSpec) -> Vec<Vec<Shape>> {
+    let mut all: Vec<Vec<Shape>> = ops(program).filter_map(|op| linears(program, op)).collect();
+    all.push(vec![shape(&program.weights[program.head.weight.0])]);
+    for (moe, layer) in program.moes.iter().zip(&store.layers) {
+        all.extend(layer.experts.first().iter().flat_map(|e| of_experts(moe, e)));
+    }
+    all
+}
+
+fn ops(program: &Program) -> impl Iterator<Item = &Op> {
+    program.segments.iter().flat_map(|s| s.ops.iter().chain(&s.overlap))
+}
+
+fn linears(program: &Program, op: &Op) -> Option<Vec<Shape>> {
+    match op {
+        Op::Linears(list) => {
+            Some(list.iter().map(|l| shape(&program.weights[l.weight.0])).collect())
+        }
+        _ => None,
+    }
+}
+
+fn of_experts(moe: &Moe, e: &ExpertWeights) -> [Vec<Shape>; 2] {
+    [[shape(&e.gate), shape(&e.up)].repeat(moe.top_k), vec![shape(&e.down); moe.top_k]]
+}
+
+fn shape(w: &WeightRef) -> Shape {
+    Shape { format: w.format, rows: w.rows, cols: w.cols }
 }
 
 /// What a plan would give.
@@ -105,11 +182,12 @@ pub struct Prediction {
     pub prefill_tokens_per_s: Option<f64>,
 }
 
-/// Drawn tokens: the first quarter fills the pool and is not counted.
+/// Drawn tokens.
 const TOKENS: usize = 400;
 
-/// Operations that are no products, as a share of the products' time; measured on full shapes.
-const OTHER_DECODE: f64 = 0.08;
+/// Operations of a routed layer's experts that are no products: activation, rounding, and the way there.
+const OPS_OF_EXPERTS: f64 = 4.0;
+/// Operations that are no products, as a share of the products' time of a prompt; measured on full shapes.
 const OTHER_PREFILL: f64 = 0.25;
 
 /// Predicts for plans of one model.
@@ -127,15 +205,12 @@ pub struct Predictor<'a> {
 }
 
 impl Predictor<'_> {
-    /// What `plan` would give, if experts are chosen as `passes` are.
+    /// What `plan` would give, if experts are chosen as `passes` are. A prompt among the passes fills the
+    /// pool; without one the first quarter does, and is not counted.
     ///
     /// # Errors
     /// A trace that is not of this model.
-    pub fn predict(
-        &self,
-        plan: &MemoryPlan,
-        passes: &[(usize, Vec<u16>)],
-    ) -> Result<Prediction, EngineError> {
+    pub fn predict(&self, plan: &MemoryPlan, passes: &[Routed]) -> Result<Prediction, EngineError> {
         let trunk = self.trunk_seconds();
         let layers = self.store.layers.len();
         if layers == 0 {
@@ -143,7 +218,7 @@ impl Predictor<'_> {
             return Ok(Prediction {
                 hit_rate: None,
                 disk_bytes_per_token: 0.0,
-                decode_tokens_per_s: trunk.map(|s| 1.0 / s),
+                decode_tokens_per_s: Some(1.0 / trunk),
                 prefill_tokens_per_s: prefill.map(|s| plan.chunk as f64 / s),
             });
         }
@@ -151,24 +226,24 @@ impl Predictor<'_> {
             Some(Residency::Stream { slots }) => self.misses(passes, slots)?,
             _ => vec![0; passes.len()],
         };
-        let settled = passes.len() / 4..;
-        let chosen: usize = passes[settled.clone()].iter().map(|(_, e)| e.len()).sum();
-        let missed: usize = misses[settled.clone()].iter().sum();
-        let tokens = passes[settled.clone()].len() as f64 / layers as f64;
+        let filling = if passes.iter().any(|p| p.rows > 1) { 0 } else { passes.len() / 4 };
+        let counted = passes.iter().zip(&misses).skip(filling).filter(|(p, _)| p.rows == 1);
+        let counted: Vec<(&Routed, usize)> = counted.map(|(p, m)| (p, *m)).collect();
+        let chosen: usize = counted.iter().map(|(p, _)| p.experts.len()).sum();
+        let missed: usize = counted.iter().map(|(_, m)| m).sum();
+        let tokens = counted.len() as f64 / layers as f64;
         let bytes = self.expert_bytes();
-        let seconds = trunk.zip(self.expert_seconds()).and_then(|(trunk, expert)| {
-            let mut seconds = 0.0;
-            for ((_, experts), &missing) in
-                passes[settled.clone()].iter().zip(&misses[settled.clone()])
-            {
-                let there = (experts.len() - missing) as f64 * expert;
-                seconds += match missing {
-                    0 => there,
-                    n => (n as f64 * bytes / self.speeds.disk?).max(there) + expert,
-                };
-            }
-            Some(trunk + seconds / tokens)
-        });
+        let mut seconds = Some(0.0);
+        for (pass, missing) in &counted {
+            let expert = self.expert_seconds(pass.layer);
+            let there = (pass.experts.len() - missing) as f64 * expert;
+            let one = match missing {
+                0 => Some(there),
+                n => self.speeds.disk.map(|d| (*n as f64 * bytes / d).max(there) + expert),
+            };
+            seconds = seconds.zip(one).map(|(sum, one)| sum + one);
+        }
+        let seconds = seconds.filter(|_| tokens > 0.0).map(|s| trunk + s / tokens);
         let union = self.union(plan.chunk, passes);
         let slots_per_layer = plan.slots as f64 / layers as f64;
         let read = match plan.residency {
@@ -186,8 +261,8 @@ impl Predictor<'_> {
         })
     }
 
-    /// Passes of one row, layer by layer, as a prior has them.
-    pub fn passes(&self, prior: &Prior) -> Vec<(usize, Vec<u16>)> {
+    /// Passes layer by layer, as a prior has them.
+    pub fn passes(&self, prior: &Prior) -> Vec<Routed> {
         if let Prior::Trace(passes) = prior {
             return passes.clone();
         }
@@ -211,19 +286,19 @@ impl Predictor<'_> {
                 let mut ids: Vec<u16> = (0..moe.n_experts as u16).collect();
                 ids.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
                 ids.truncate(moe.top_k);
-                out.push((layer, ids));
+                out.push(Routed { layer, rows: 1, experts: ids });
             }
         }
         out
     }
 
     /// Misses of every pass.
-    fn misses(&self, passes: &[(usize, Vec<u16>)], slots: usize) -> Result<Vec<usize>, StoreError> {
+    fn misses(&self, passes: &[Routed], slots: usize) -> Result<Vec<usize>, StoreError> {
         let experts: Vec<usize> = self.store.layers.iter().map(|l| l.experts.len()).collect();
         let mut misses = Vec::with_capacity(passes.len());
         replay_each(
             &experts,
-            passes.iter().map(|(l, e)| (*l, e)),
+            passes.iter().map(|p| (p.layer, &p.experts)),
             self.policy,
             slots,
             &mut |_, _, m| {
@@ -234,14 +309,14 @@ impl Predictor<'_> {
     }
 
     /// Distinct experts that so many rows choose in a layer, on average.
-    fn union(&self, rows: usize, passes: &[(usize, Vec<u16>)]) -> f64 {
+    fn union(&self, rows: usize, passes: &[Routed]) -> f64 {
         let layers = self.store.layers.len();
         let mut counts: Vec<Vec<u32>> =
             self.store.layers.iter().map(|l| vec![0; l.experts.len()]).collect();
         let mut tokens = vec![0u32; layers];
-        for (layer, experts) in passes {
-            tokens[*layer] += 1;
-            experts.iter().for_each(|&e| counts[*layer][e as usize] += 1);
+        for p in passes.iter().filter(|p| p.rows == 1) {
+            tokens[p.layer] += 1;
+            p.experts.iter().for_each(|&e| counts[p.layer][e as usize] += 1);
         }
         let of_layer = counts.iter().zip(&tokens).map(|(counts, &tokens)| {
             let share = |n: u32| n as f64 / tokens.max(1) as f64;
@@ -256,21 +331,23 @@ impl Predictor<'_> {
         bytes as f64 / self.store.n_experts_total() as f64
     }
 
-    /// Seconds of one expert with one row.
-    fn expert_seconds(&self) -> Option<f64> {
-        let expert = self.store.layers.first()?.experts.first()?;
-        let parts = matrices(expert).into_iter();
-        let seconds =
-            parts.map(|m| Some(matrix_bytes(m) as f64 / self.rate(&self.speeds.one_row, m)?));
-        seconds.sum::<Option<f64>>().map(|s| s * (1.0 + OTHER_DECODE))
+    /// Seconds of one of the experts that a row chooses in a layer.
+    fn expert_seconds(&self, layer: usize) -> f64 {
+        let (moe, experts) = (&self.program.moes[layer], &self.store.layers[layer].experts);
+        let Some(expert) = experts.first() else { return 0.0 };
+        let products: f64 =
+            of_experts(moe, expert).iter().map(|list| self.speeds.seconds(list)).sum();
+        (products + OPS_OF_EXPERTS * self.speeds.small) / moe.top_k.max(1) as f64
     }
 
     /// Seconds of everything but experts, with one row.
-    fn trunk_seconds(&self) -> Option<f64> {
-        let weights = self.program.weights.iter();
-        let seconds =
-            weights.map(|w| Some(matrix_bytes(w) as f64 / self.rate(&self.speeds.one_row, w)?));
-        seconds.sum::<Option<f64>>().map(|s| s * (1.0 + OTHER_DECODE))
+    fn trunk_seconds(&self) -> f64 {
+        let body = ops(self.program).map(|op| match linears(self.program, op) {
+            Some(list) => self.speeds.seconds(&list),
+            None => self.speeds.small,
+        });
+        let head = shape(&self.program.weights[self.program.head.weight.0]);
+        body.sum::<f64>() + self.speeds.seconds(&[head])
     }
 
     /// Seconds of a chunk of so many rows that reads so many bytes.
@@ -278,7 +355,9 @@ impl Predictor<'_> {
         let head = &self.program.weights[self.program.head.weight.0];
         let body = self.program.weights.iter().filter(|w| *w != head);
         let many = |w: &WeightRef, rows: f64| {
-            Some(matrix_bytes(w) as f64 * rows / self.rate(&self.speeds.many_rows, w)?)
+            let rates = &self.speeds.many_rows;
+            let (_, rate) = rates.iter().find(|(format, _)| *format == w.format)?;
+            Some(matrix_bytes(w) as f64 * rows / rate)
         };
         let trunk: f64 = body.map(|w| many(w, rows as f64)).sum::<Option<f64>>()?;
         let mut experts = 0.0;
@@ -293,10 +372,6 @@ impl Predictor<'_> {
             false => 0.0,
         };
         Some(compute.max(disk) + compute.min(disk) / 4.0)
-    }
-
-    fn rate(&self, rates: &[(Format, f64)], w: &WeightRef) -> Option<f64> {
-        rates.iter().find(|(format, _)| *format == w.format).map(|(_, rate)| *rate)
     }
 }
 

@@ -57,19 +57,21 @@ pub struct TraceWriter<W> {
     out: W,
     /// Told when the trace is ended; writing stops at the first failure.
     failed: Option<io::Error>,
+    ended: bool,
 }
 
 impl<W: Write> TraceWriter<W> {
     /// Writes to `out`.
     pub fn new(out: W) -> TraceWriter<W> {
-        TraceWriter { out, failed: None }
+        TraceWriter { out, failed: None, ended: false }
     }
 
-    /// The first failure, or what flushing says.
+    /// Ends the trace: the first failure, or what flushing says.
     ///
     /// # Errors
     /// The trace is not whole.
     pub fn finish(&mut self) -> io::Result<()> {
+        self.ended = true;
         match self.failed.take() {
             Some(error) => Err(error),
             None => self.out.flush(),
@@ -85,7 +87,7 @@ impl<W: Write> TraceWriter<W> {
 
 impl<W: Write + Send> RoutingTap for TraceWriter<W> {
     fn routed(&mut self, moe: usize, top_k: usize, routing: &Routing) {
-        if self.failed.is_none() {
+        if self.failed.is_none() && !self.ended {
             let rows = routing.ids.len() / top_k.max(1);
             self.failed = self.line(moe, rows, &routing.ids).err();
         }

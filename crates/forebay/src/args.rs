@@ -766,6 +766,9 @@ pub struct BenchArgs {
     /// Decode from this position on, after that many more tokens of prompt.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub depth: usize,
+    /// Where to write which experts the first repetition chooses, as `trace --out` does: a prior for `plan`.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Time every operation, and say how near each comes to what memory and arithmetic of this machine can do.
     #[arg(long)]
     pub profile: bool,

@@ -12,6 +12,7 @@ use forebay_engine::{
 };
 use forebay_store::Residency;
 
+use super::trace::{Recording, measured_sampling};
 use crate::args::{BenchArgs, Options, SpeculateArg};
 use crate::failure::usage;
 use crate::measure::{Bandwidths, Report, Sample};
@@ -58,8 +59,7 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let vocab = loaded.engine.spec.vocab_size as u64;
     let sampling = match own {
         Some(_) => SamplerParams::default(),
-        // Drawn from all tokens: the most likely one again and again would choose the same experts.
-        None => SamplerParams { temperature: 1.0, ..SamplerParams::default() },
+        None => measured_sampling(),
     };
     let prompt = own.unwrap_or_else(|| random_ids(args.depth + prompt_tokens, vocab));
     let (depth, prompt) = prompt.split_at(args.depth);
@@ -73,10 +73,16 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         script.tokens.set(all).expect("recorded once");
     }
     let bar = Bar::steps("measuring");
+    let trace = args.trace.as_deref().map(|path| Recording::begin(&mut loaded.engine, path));
+    let mut trace = trace.transpose()?;
     for i in 0..args.repeat {
         samples.push(
             sample(&mut loaded.engine, depth, prompt, &sampling, args.gen_tokens, &cancel)?.0,
         );
+        // All repetitions choose the same.
+        if let Some(trace) = trace.take() {
+            trace.end()?;
+        }
         bar.set(i as u64 + 1, args.repeat as u64);
     }
     bar.clear();

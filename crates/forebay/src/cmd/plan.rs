@@ -5,9 +5,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_cpu::{Level, Pool, probe};
+use forebay_cpu::probe::Probe;
+use forebay_cpu::{Level, Pool};
 use forebay_engine::engine::{Opened, budget_bytes};
-use forebay_engine::predict::{self, Prediction, Predictor, Prior, Speeds};
+use forebay_engine::predict::{Prediction, Predictor, Prior, Speeds};
 use forebay_engine::{EngineError, MemoryPlan};
 use forebay_program::Precision;
 use forebay_program::ledger::human;
@@ -58,17 +59,12 @@ pub fn run(args: PlanArgs) -> anyhow::Result<ExitCode> {
             Err(e) => return Err(e.into()),
         }
     }
-    let memory = speeds
-        .one_row
-        .iter()
-        .map(|(_, rate)| *rate)
-        .fold(None, |a: Option<f64>, b| Some(a.map_or(b, |a| a.max(b))));
     if args.json {
         let mut out = about.json();
         out.insert("prior".into(), json!(prior.name()));
         out.insert("policy".into(), json!(opened.options.policy.name()));
         out.insert("disk_bandwidth_bytes_per_s".into(), json!(speeds.disk));
-        out.insert("memory_bandwidth_bytes_per_s".into(), json!(memory));
+        out.insert("memory_bandwidth_bytes_per_s".into(), json!(speeds.one_row));
         let layers = opened.store.layers.len();
         let budgets: Vec<Value> = rows.iter().map(|(p, plan)| row_json(p, plan, layers)).collect();
         out.insert("budgets".into(), json!(budgets));
@@ -82,7 +78,11 @@ pub fn run(args: PlanArgs) -> anyhow::Result<ExitCode> {
         table(&rows, opened.store.layers.len())?;
         let rate =
             |r: Option<f64>| r.map_or("not measured".into(), |r| format!("{}/s", human(r as u64)));
-        say!("\nmeasured now: disk {}, products with one row {}", rate(speeds.disk), rate(memory))?;
+        say!(
+            "\nmeasured now: disk {}, products with one row {}",
+            rate(speeds.disk),
+            rate(speeds.one_row)
+        )?;
         let from = match &prior {
             Prior::Trace(_) => "a trace".to_string(),
             Prior::Router(_) => {
@@ -192,7 +192,7 @@ fn prior(name: &str, opened: &Opened, is_here: bool) -> anyhow::Result<Prior> {
         file => {
             let trace = trace::Trace::read(Path::new(file))?;
             trace.check(&opened.program)?;
-            Prior::Trace(trace.decode_passes())
+            Prior::Trace(trace.passes)
         }
     })
 }
@@ -203,13 +203,9 @@ fn speeds(opened: &Opened, is_here: bool) -> Speeds {
     let pool = Pool::new(options.threads());
     let level = options.level.unwrap_or_else(Level::best);
     let q8 = options.precision() == Precision::Q8;
-    let (mut one_row, mut many_rows) = (Vec::new(), Vec::new());
-    for format in predict::formats(&opened.program, &opened.store) {
-        let speed = probe::measure(&pool, level, format, q8);
-        one_row.push((format, speed.one_row));
-        many_rows.push((format, speed.many_rows));
-    }
-    Speeds { disk: if is_here { disk(opened) } else { None }, one_row, many_rows }
+    let probe = Probe::new(&pool, level, q8);
+    let speeds = Speeds::measure(&probe, &opened.program, &opened.store);
+    Speeds { disk: if is_here { disk(opened) } else { None }, ..speeds }
 }
 
 /// Random reads of the model's files, as large as an expert's matrix.

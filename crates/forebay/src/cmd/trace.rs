@@ -5,14 +5,15 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
 use forebay_engine::generate::Next;
+use forebay_engine::predict::Routed;
 use forebay_engine::tap::{Histogram, RoutingTap, TraceWriter};
-use forebay_engine::{Control, GenerateParams, Sampler, SamplerParams};
+use forebay_engine::{Control, Engine, GenerateParams, Sampler, SamplerParams};
 use forebay_program::{Program, Routing};
 use forebay_store::{Policy, replay};
 use forebay_text::Specials;
@@ -37,6 +38,36 @@ impl<T: RoutingTap> RoutingTap for Shared<T> {
     fn routed(&mut self, moe: usize, top_k: usize, routing: &Routing) {
         self.0.lock().expect("taps do not panic").routed(moe, top_k, routing);
     }
+}
+
+/// A trace that is being written.
+pub struct Recording {
+    path: PathBuf,
+    writer: Arc<Mutex<TraceWriter<BufWriter<File>>>>,
+}
+
+impl Recording {
+    /// Writes down what the engine chooses from now on.
+    pub fn begin(engine: &mut Engine, path: &Path) -> anyhow::Result<Recording> {
+        let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+        let mut out = BufWriter::new(file);
+        writeln!(out, "# {}", header(&engine.program))?;
+        let writer = Arc::new(Mutex::new(TraceWriter::new(out)));
+        engine.tap(Box::new(Shared(writer.clone())));
+        Ok(Recording { path: path.to_path_buf(), writer })
+    }
+
+    /// Fails if the file is not whole. Nothing is written after that.
+    pub fn end(self) -> anyhow::Result<()> {
+        let mut writer = self.writer.lock().expect("taps do not panic");
+        writer.finish().with_context(|| format!("writing {}", self.path.display()))
+    }
+}
+
+/// How measurements draw tokens: from all of them, since the most likely one again and again would choose the same
+/// experts.
+pub fn measured_sampling() -> SamplerParams {
+    SamplerParams { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, ..Default::default() }
 }
 
 /// Distinct experts of a layer within so many tokens.
@@ -92,18 +123,8 @@ fn record(args: TraceArgs) -> anyhow::Result<ExitCode> {
         (None, Some(path)) => model::read_ids(path)?,
         (None, None) => return Err(usage("give --prompt or --prompt-ids")),
     };
-    let writer = match &args.out {
-        Some(path) => {
-            let file =
-                File::create(path).with_context(|| format!("creating {}", path.display()))?;
-            let mut out = BufWriter::new(file);
-            writeln!(out, "# {}", header(&program))?;
-            let writer = Arc::new(Mutex::new(TraceWriter::new(out)));
-            loaded.engine.tap(Box::new(Shared(writer.clone())));
-            Some(writer)
-        }
-        None => None,
-    };
+    let writer = args.out.as_deref().map(|path| Recording::begin(&mut loaded.engine, path));
+    let writer = writer.transpose()?;
     let histogram = Histogram::new(program.moes.iter().map(|m| m.n_experts));
     let histogram = Arc::new(Mutex::new(histogram));
     let choices = Arc::new(Mutex::new(Choices::default()));
@@ -112,9 +133,7 @@ fn record(args: TraceArgs) -> anyhow::Result<ExitCode> {
     let cancel = interruption();
     let mut sequence = loaded.engine.new_sequence();
     let params = GenerateParams { max_tokens: args.tokens, ignore_eos: true, eos_ids: Vec::new() };
-    let seed = args.seed;
-    let mut sampler =
-        Sampler::new(SamplerParams { temperature: 1.0, seed, ..SamplerParams::default() });
+    let mut sampler = Sampler::new(SamplerParams { seed: args.seed, ..measured_sampling() });
     let mut control = Control { cancel: &cancel, progress: &mut |_, _| {} };
     let generated = loaded.engine.generate(
         &mut sequence,
@@ -125,9 +144,7 @@ fn record(args: TraceArgs) -> anyhow::Result<ExitCode> {
         &mut |_, _| Next::Continue,
     )?;
     if let Some(writer) = writer {
-        let path = args.out.as_deref().unwrap_or(Path::new(""));
-        let mut writer = writer.lock().expect("taps do not panic");
-        writer.finish().with_context(|| format!("writing {}", path.display()))?;
+        writer.end()?;
     }
     let histogram = histogram.lock().expect("taps do not panic");
     let choices = choices.lock().expect("taps do not panic");
@@ -246,8 +263,8 @@ fn picture(h: &Histogram) -> String {
 /// A recording.
 pub struct Trace {
     experts: Vec<usize>,
-    /// (layer, rows, distinct experts)
-    passes: Vec<(usize, usize, Vec<u16>)>,
+    /// In the order of the run.
+    pub passes: Vec<Routed>,
 }
 
 impl Trace {
@@ -277,7 +294,7 @@ impl Trace {
             let mut ids = ids.ok_or_else(bad)?;
             ids.sort_unstable();
             ids.dedup();
-            passes.push((layer, rows, ids));
+            passes.push(Routed { layer, rows, experts: ids });
         }
         Ok(Trace { experts, passes })
     }
@@ -289,12 +306,6 @@ impl Trace {
             true => Ok(()),
             false => Err(usage("the trace is of a model with other layers or experts")),
         }
-    }
-
-    /// Passes of one row.
-    pub fn decode_passes(&self) -> Vec<(usize, Vec<u16>)> {
-        let decode = self.passes.iter().filter(|(_, rows, _)| *rows == 1);
-        decode.map(|(layer, _, ids)| (*layer, ids.clone())).collect()
     }
 }
 
@@ -309,7 +320,7 @@ fn replay_trace(args: ReplayArgs) -> anyhow::Result<ExitCode> {
     let mut out = Vec::new();
     for &per_layer in &slots {
         for &policy in &policies {
-            let passes = trace.passes.iter().map(|(layer, _, ids)| (*layer, ids));
+            let passes = trace.passes.iter().map(|p| (p.layer, &p.experts));
             let pool = per_layer.saturating_mul(trace.experts.len());
             let layers = replay(&trace.experts, passes, policy, pool)?;
             let hits: u64 = layers.iter().map(|l| l.hits).sum();
