@@ -1,8 +1,9 @@
-//! Development chores: `cargo xtask check | arrows | matrix | synth | bench | kernels`.
+//! Development chores: `cargo xtask check | arrows | matrix | synth | bench | peers | kernels`.
 
 mod bench;
 mod kernels;
 mod matrix;
+mod peers;
 mod synth;
 
 use std::collections::BTreeMap;
@@ -58,10 +59,11 @@ fn main() -> ExitCode {
         }
         "synth" => synth::run(args.collect()),
         "bench" => bench::run(args.collect()),
+        "peers" => peers::run(args.collect()),
         "kernels" => kernels::run(args.collect()),
         _ => {
             eprintln!(
-                "usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL | kernels OUT"
+                "usage: cargo xtask check | arrows | matrix | synth NAME OUT | bench MODEL | peers MODEL | kernels OUT"
             );
             return ExitCode::from(2);
         }
