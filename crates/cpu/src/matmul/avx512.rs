@@ -6,7 +6,7 @@ use forebay_quant::{Format, Q8Group, Q8Rows};
 
 use super::decode::Decoder;
 use super::float::{self, FloatIsa};
-use super::isa::{Isa, RowPtrs};
+use super::isa::{Folded, Isa, RowPtrs};
 use super::job::Tile;
 use super::kernel::{self, with_decoder};
 
@@ -208,6 +208,19 @@ impl Isa for Avx512 {
         fn join(a: __m512) -> [f32; 2] {
             [join8(_mm512_castps512_ps256(a)), join8(_mm512_extractf32x8_ps::<1>(a))]
         }
+        fn join16(acc: [*const f32; 16]) -> [f32; 16] {
+            let (p, q) = (halves(acc[0], acc[1]), halves(acc[2], acc[3]));
+            let (r, s) = (halves(acc[4], acc[5]), halves(acc[6], acc[7]));
+            let (u, w) = (quarters(p, q), quarters(r, s));
+            let even = _mm512_shuffle_ps::<0x88>(u, w);
+            let odd = _mm512_shuffle_ps::<0xdd>(u, w);
+            // Lane l holds rows l, 4 + l, 8 + l, 12 + l.
+            let order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+            let mut dots = [0.0; 16];
+            let joined = _mm512_permutexvar_ps(order, _mm512_add_ps(even, odd));
+            _mm512_storeu_ps(dots.as_mut_ptr(), joined);
+            dots
+        }
         fn act_f32(p: *const [f32; 8]) -> __m512 {
             _mm512_broadcast_f32x8(_mm256_loadu_ps(p.cast()))
         }
@@ -217,6 +230,53 @@ impl Isa for Avx512 {
         fn sub(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
         fn to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    const FOLDS: bool = true;
+
+    #[inline(always)]
+    unsafe fn fold(codes: &[__m512i; 8]) -> [__m512i; 2] {
+        // SAFETY: as above.
+        unsafe {
+            let mut folded = [_mm512_setzero_si512(); 2];
+            // Of each row the quads of four words: two from `ab`, two from `cd`.
+            let order = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0);
+            for half in 0..2 {
+                let ab = _mm512_unpacklo_epi64(codes[half], codes[2 + half]);
+                let cd = _mm512_unpacklo_epi64(codes[4 + half], codes[6 + half]);
+                folded[half] = _mm512_permutex2var_epi64(ab, order, cd);
+            }
+            folded
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_folded(
+        codes: &[__m512i; 2],
+        blocks: usize,
+        offset: i32,
+        a: &Folded,
+        sum: __m512i,
+    ) -> __m512i {
+        // SAFETY: as above.
+        unsafe {
+            let words = (&raw const *a).cast::<__m256i>();
+            let first = _mm512_broadcast_i64x4(_mm256_load_si256(words));
+            let second = _mm512_broadcast_i64x4(_mm256_load_si256(words.add(1)));
+            let dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes[0], first);
+            let dot = _mm512_dpbusd_epi32(dot, codes[1], second);
+            let dot = _mm512_add_epi32(dot, _mm512_shuffle_epi32::<0x4e>(dot));
+            let turned = _mm512_shuffle_i64x2::<0xb1>(dot, dot);
+            let lanes = ((1u32 << blocks) - 1) as u16;
+            let dot = _mm512_maskz_add_epi32(lanes | lanes << 8, dot, turned);
+            match offset {
+                0 => dot,
+                _ => {
+                    let less = _mm512_mullo_epi32(sum, _mm512_set1_epi32(offset));
+                    _mm512_sub_epi32(dot, less)
+                }
+            }
+        }
     }
 
     #[inline(always)]
@@ -272,6 +332,34 @@ impl Isa for Avx512 {
             }
             _mm512_add_epi32(dot, other)
         }
+    }
+}
+
+/// First level of the trees of four rows: 128-bit lane `l` holds the four sums of row `l`.
+///
+/// # Safety
+/// Needs AVX-512; 16 floats lie at each pointer, two rows.
+#[inline(always)]
+unsafe fn halves(a: *const f32, b: *const f32) -> __m512 {
+    // SAFETY: as the caller's.
+    unsafe {
+        let (a, b) = (_mm512_loadu_ps(a), _mm512_loadu_ps(b));
+        let (low, high) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+        _mm512_add_ps(low, high)
+    }
+}
+
+/// Second level: the two sums of each row of `p`, then those of `q`, lane by lane.
+///
+/// # Safety
+/// Needs AVX-512.
+#[inline(always)]
+unsafe fn quarters(p: __m512, q: __m512) -> __m512 {
+    // SAFETY: register operations.
+    unsafe {
+        let (p, q) = (_mm512_castps_pd(p), _mm512_castps_pd(q));
+        let (low, high) = (_mm512_unpacklo_pd(p, q), _mm512_unpackhi_pd(p, q));
+        _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
     }
 }
 

@@ -9,6 +9,23 @@ use forebay_quant::Q8Group;
 /// Pointers into the rows of a vector; an instruction set with one row looks at the first only.
 pub(super) type RowPtrs = [*const u8; 2];
 
+/// Codes of the first two blocks of a group of activations, folded as [`Isa::fold`] says: `[half][word][block]`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct Folded([[[[i8; 4]; 2]; 4]; 2]);
+
+impl Folded {
+    /// Of a group.
+    #[inline(always)]
+    pub fn of(group: &Q8Group) -> Folded {
+        let mut folded = [[[[0; 4]; 2]; 4]; 2];
+        for j in 0..8 {
+            folded[j % 2][j / 2] = [group.codes[j][0], group.codes[j][1]];
+        }
+        Folded(folded)
+    }
+}
+
 /// See the module.
 ///
 /// # Safety
@@ -98,6 +115,17 @@ pub(super) trait Isa: Copy {
     unsafe fn store_acc(a: Self::F, p: *mut f32);
     /// The tree over the lanes of each row.
     unsafe fn join(a: Self::F) -> [f32; 2];
+    /// The same for 16 rows, whose lanes lie at the first `16 / ROWS` of the pointers.
+    #[inline(always)]
+    unsafe fn join16(acc: [*const f32; 16]) -> [f32; 16] {
+        let mut dots = [0.0; 16];
+        for (acc, dots) in acc.into_iter().zip(dots.chunks_exact_mut(Self::ROWS)) {
+            // SAFETY: as the caller's.
+            let joined = unsafe { Self::join(Self::load_acc(acc)) };
+            dots.copy_from_slice(&joined[..Self::ROWS]);
+        }
+        dots
+    }
 
     /// Eight floats of the activations, for each row.
     unsafe fn act_f32(p: *const [f32; 8]) -> Self::F;
@@ -113,6 +141,25 @@ pub(super) trait Isa: Copy {
         a: *const Q8Group,
         sum: Self::I,
     ) -> Self::I;
+    /// Whether there is a shorter way for a last group of one or two blocks: [`Isa::fold`] and
+    /// [`Isa::dot_folded`], which are called only then.
+    const FOLDS: bool = false;
+    /// Words 0, 2, 4, 6 of the first two blocks of each row, then words 1, 3, 5, 7.
+    #[inline(always)]
+    unsafe fn fold(_codes: &[Self::V; 8]) -> [Self::V; 2] {
+        unreachable!("this instruction set does not fold")
+    }
+    /// As `dot::<8>`, of weights and activations that are folded; lanes from `blocks` on are zero.
+    #[inline(always)]
+    unsafe fn dot_folded(
+        _codes: &[Self::V; 2],
+        _blocks: usize,
+        _offset: i32,
+        _a: &Folded,
+        _sum: Self::I,
+    ) -> Self::I {
+        unreachable!("this instruction set does not fold")
+    }
     /// Asks for the cache line at `p`, which need not be valid.
     unsafe fn prefetch(p: *const u8);
 }

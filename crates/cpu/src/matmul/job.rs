@@ -62,6 +62,21 @@ impl<'a> OutRows<'a> {
     }
 }
 
+impl OutRows<'_> {
+    /// Writes 16 elements.
+    ///
+    /// # Safety
+    /// As of `set`, for each of them.
+    #[inline(always)]
+    pub(super) unsafe fn set16(&self, row: usize, col: usize, values: [f32; 16]) {
+        debug_assert!(row * self.stride + col + 16 <= self.len);
+        // SAFETY: by the contract above.
+        unsafe {
+            self.data.add(row * self.stride + col).cast::<[f32; 16]>().write_unaligned(values)
+        }
+    }
+}
+
 /// Which input row goes to which output row.
 #[derive(Clone, Copy)]
 pub enum Rows<'a> {
@@ -182,6 +197,23 @@ impl Tile<'_> {
         };
         // SAFETY: `Job::check` has bounded the rows; tiles are disjoint and each is one thread's.
         unsafe { self.job.out.set(out_row, feature, y) }
+    }
+}
+
+impl Tile<'_> {
+    /// Writes 16 outputs in a row.
+    ///
+    /// # Safety
+    /// As of [`Tile::write`], for each of them.
+    #[inline(always)]
+    pub(super) unsafe fn write16(&self, out_row: usize, feature: usize, mut dots: [f32; 16]) {
+        if let Some(bias) = self.job.bias {
+            for (dot, bias) in dots.iter_mut().zip(&bias[feature..feature + 16]) {
+                *dot += bias;
+            }
+        }
+        // SAFETY: as `write`.
+        unsafe { self.job.out.set16(out_row, feature, dots) }
     }
 }
 

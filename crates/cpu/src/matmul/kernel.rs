@@ -9,7 +9,7 @@ use forebay_quant::{ActOrder, Group, MatrixView, Q8Group, Q8Rows};
 
 use super::decode::{Decoded, Decoder};
 use super::float::Dequantize;
-use super::isa::{Isa, RowPtrs};
+use super::isa::{Folded, Isa, RowPtrs};
 use super::job::Tile;
 
 /// Activation rows between two decodings of the same weights.
@@ -209,11 +209,7 @@ unsafe fn add_group<I: Isa, D: Decoder<I>>(
         let sum = I::act_i32(&raw const (*a).sum);
         if !facts.halves {
             let dot = I::dot::<8>(&w.codes, 0, offset, facts.max_code, a, sum);
-            let acc = I::fma(I::to_f32(dot), I::mul(w.ws[0], scale), acc);
-            if !facts.bias {
-                return acc;
-            }
-            return I::fma(w.wb[0], I::act_f32(&raw const (*a).asum), acc);
+            return add_dot(w, dot, a, facts.bias, acc);
         }
         let first = I::act_i32(&raw const (*a).sum_first);
         let sums = [first, I::sub(sum, first)];
@@ -227,6 +223,26 @@ unsafe fn add_group<I: Isa, D: Decoder<I>>(
             }
         }
         acc
+    }
+}
+
+/// Adds the integer sums of a group's blocks, scaled, to the lanes; for formats with one scale a block.
+#[inline(always)]
+unsafe fn add_dot<I: Isa>(
+    w: &Decoded<I>,
+    dot: I::I,
+    a: *const Q8Group,
+    bias: bool,
+    acc: I::F,
+) -> I::F {
+    // SAFETY: a points to a group of activations.
+    unsafe {
+        let scale = I::act_f32(&raw const (*a).scale);
+        let acc = I::fma(I::to_f32(dot), I::mul(w.ws[0], scale), acc);
+        match bias {
+            true => I::fma(w.wb[0], I::act_f32(&raw const (*a).asum), acc),
+            false => acc,
+        }
     }
 }
 
@@ -332,19 +348,24 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
     let (whole, rest) = groups_of::<I, D>(weight.cols());
     let a: [*const Q8Group; ROWS] =
         std::array::from_fn(|r| q.row(rows.get(row0 + r.min(n - 1)).0).as_ptr());
+    let mut folded = [MaybeUninit::<Folded>::uninit(); ROWS];
     let mut sums = MaybeUninit::<Sums>::uninit();
     let sums = sums.as_mut_ptr().cast::<f32>();
     let width = I::ROWS * LANES;
     // SAFETY: groups lie within the rows, activations have as many; `sums` has room for
-    // FEATURES * LANES floats for each row and its used part is zeroed first.
+    // FEATURES * LANES floats for each row; what the first group writes the others read.
     unsafe {
         for f0 in tile.features.clone().step_by(FEATURES) {
             let n_features = (tile.features.end - f0).min(FEATURES);
             let n_sub = n_features.div_ceil(NV * I::ROWS);
-            sums.write_bytes(0, n_sub * NV * n * width);
+            if weight.cols() == 0 {
+                sums.write_bytes(0, n_sub * NV * n * width);
+            }
             let ptrs: [Features; FEATURES] =
                 std::array::from_fn(|v| Features::new::<I>(weight, f0 + v * I::ROWS, end));
-            for g in 0..whole + (rest > 0) as usize {
+            // A last group of one or two blocks has a shorter way.
+            let folds = I::FOLDS && D::TAIL && !D::FACTS.halves && (1..=2).contains(&rest);
+            for g in 0..whole + (rest > 0 && !folds) as usize {
                 for sub in 0..n_sub {
                     let mut w = [MaybeUninit::<Decoded<I>>::uninit(); NV];
                     for v in 0..NV {
@@ -360,7 +381,8 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                         let a = a.add(g);
                         let mut new = [I::zero(); NV];
                         for v in 0..NV {
-                            let old = I::load_acc(acc.add(v * width));
+                            let old =
+                                if g == 0 { I::zero() } else { I::load_acc(acc.add(v * width)) };
                             new[v] = add_group(decoder, w[v].assume_init_ref(), a, old);
                         }
                         for v in 0..NV {
@@ -369,6 +391,37 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                         acc = acc.add(NV * width);
                     }
                 }
+            }
+            if folds {
+                if f0 == tile.features.start {
+                    for r in 0..n {
+                        folded[r].write(Folded::of(&*a[r].add(whole)));
+                    }
+                }
+                for sub in 0..n_sub {
+                    for v in 0..NV {
+                        let w = ptrs[sub * NV + v].decode_tail(decoder, weight, bytes, rest);
+                        let codes = I::fold(&w.codes);
+                        for r in 0..n {
+                            let acc = sums.add(((sub * n + r) * NV + v) * width);
+                            let old = if whole == 0 { I::zero() } else { I::load_acc(acc) };
+                            let (a, folded) = (a[r].add(whole), folded[r].assume_init_ref());
+                            let sum = I::act_i32(&raw const (*a).sum);
+                            let dot = I::dot_folded(&codes, rest, decoder.offset(), folded, sum);
+                            I::store_acc(add_dot(&w, dot, a, D::FACTS.bias, old), acc);
+                        }
+                    }
+                }
+            }
+            if n_features == FEATURES {
+                for r in 0..n {
+                    let mut acc = [std::ptr::null(); FEATURES];
+                    for i in 0..FEATURES / I::ROWS {
+                        acc[i] = sums.add(((i / NV * n + r) * NV + i % NV) * width).cast_const();
+                    }
+                    tile.write16(rows.get(row0 + r).1, f0, I::join16(acc));
+                }
+                continue;
             }
             for sub in 0..n_sub {
                 for r in 0..n {

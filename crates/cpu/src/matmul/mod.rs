@@ -30,6 +30,8 @@ mod avx512;
 mod decode;
 #[cfg(target_arch = "x86_64")]
 mod isa;
+#[cfg(target_arch = "x86_64")]
+mod pack_avx2;
 
 pub use job::{Input, Job, OutRows, Rows, run_jobs};
 pub use pack::pack_rows;

@@ -65,29 +65,11 @@ fn pack_row(level: Level, order: ActOrder, x: &[f32], out: &mut [Q8Group]) {
     match level {
         // SAFETY: a Level is only chosen where its instructions are there.
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => unsafe { pack_avx512(order, x, out) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => unsafe { pack_avx2(order, x, out) },
-        _ => pack_groups(order, x, out),
+        Level::Avx512 | Level::Avx2 => unsafe { super::pack_avx2::pack_row(order, x, out) },
+        _ => {
+            for (group, x) in out.iter_mut().zip(x.chunks(GROUP)) {
+                group.pack(order, x);
+            }
+        }
     }
-}
-
-#[inline(always)]
-fn pack_groups(order: ActOrder, x: &[f32], out: &mut [Q8Group]) {
-    for (group, x) in out.iter_mut().zip(x.chunks(GROUP)) {
-        group.pack(order, x);
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-fn pack_avx512(order: ActOrder, x: &[f32], out: &mut [Q8Group]) {
-    pack_groups(order, x, out);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn pack_avx2(order: ActOrder, x: &[f32], out: &mut [Q8Group]) {
-    pack_groups(order, x, out);
 }
