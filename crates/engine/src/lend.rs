@@ -30,7 +30,9 @@ pub(crate) struct Lender {
 impl Lender {
     pub(crate) fn new(program: &Program, kv: KvType) -> Lender {
         let mut page_bytes = vec![0; program.kv_windows.len()];
-        for layer in &program.kv_layers {
+        // A draft block's pages are of a class behind these: they are no sequence's, and not lent.
+        let classes = program.kv_windows.len();
+        for layer in program.kv_layers.iter().filter(|layer| layer.class < classes) {
             let layout = KvLayout::new(layer.n_kv_heads, layer.head_dim, kv);
             page_bytes[layer.class] += layout.page_bytes() as u64;
         }
