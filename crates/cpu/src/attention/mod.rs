@@ -22,6 +22,7 @@
 
 mod kernel;
 mod layout;
+mod scratch;
 mod split;
 #[cfg(test)]
 mod tests;
@@ -96,7 +97,7 @@ thread_local! {
 /// keeps up to [`SPLIT_BYTES`] more.
 pub fn scratch_bytes(layout: &KvLayout, n_heads: usize) -> usize {
     let group = n_heads / layout.n_kv_heads;
-    kernel::scratch_len(layout, UNIT_QUERIES.max(group)) * size_of::<f32>()
+    scratch::scratch_len(layout, UNIT_QUERIES.max(group)) * size_of::<f32>()
 }
 
 /// Attention of `rows` over the cache, which already holds each row's own key and value. `q` `[rows, n_heads *

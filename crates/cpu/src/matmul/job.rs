@@ -60,9 +60,7 @@ impl<'a> OutRows<'a> {
         // SAFETY: by the contract above.
         unsafe { *self.data.add(row * self.stride + col) = value }
     }
-}
 
-impl OutRows<'_> {
     /// Writes 16 elements.
     ///
     /// # Safety
@@ -198,9 +196,7 @@ impl Tile<'_> {
         // SAFETY: `Job::check` has bounded the rows; tiles are disjoint and each is one thread's.
         unsafe { self.job.out.set(out_row, feature, y) }
     }
-}
 
-impl Tile<'_> {
     /// Writes 16 outputs in a row.
     ///
     /// # Safety
