@@ -24,7 +24,7 @@ pub(crate) fn runs(level: crate::simd::Level) -> bool {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
         }
-        Level::Neon => false,
+        Level::Neon | Level::NeonDot | Level::NeonI8mm => false,
     }
 }
 

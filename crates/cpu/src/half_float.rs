@@ -1,6 +1,6 @@
 //! IEEE half to single and back, for bytes at any address. Round to nearest, ties to even; subnormals kept.
 //!
-//! The portable code defines the bits (NaN payloads excepted); F16C and AVX-512 have the same rounding.
+//! The portable code defines the bits (NaN payloads excepted); F16C, AVX-512 and AArch64 have the same rounding.
 
 use half::f16;
 
@@ -20,6 +20,10 @@ pub(crate) fn f16_to_f32(level: Level, bytes: &[u8], out: &mut [f32]) {
             return unsafe { x86::to_f32_f16c(bytes, out) };
         }
     }
+    #[cfg(target_arch = "aarch64")]
+    if level != Level::Scalar {
+        return arm::to_f32(bytes, out);
+    }
     let _ = level;
     to_f32_portable(bytes, out);
 }
@@ -31,6 +35,10 @@ pub(crate) fn f32_to_f16(level: Level, x: &[f32], out: &mut [u16]) {
     if matches!(level, Level::Avx2 | Level::Avx512) && crate::dispatch::runs(level) {
         // SAFETY: `runs` has found F16C.
         return unsafe { x86::from_f32_f16c(x, out) };
+    }
+    #[cfg(target_arch = "aarch64")]
+    if level != Level::Scalar {
+        return arm::from_f32(x, out);
     }
     let _ = level;
     from_f32_portable(x, out);
@@ -98,6 +106,66 @@ mod x86 {
                 let h = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(x.as_ptr()));
                 _mm_storeu_si128(o.as_mut_ptr().cast(), h);
             }
+        }
+        super::from_f32_portable(from_tail, to_tail);
+    }
+}
+
+/// `fcvtl` and `fcvtn`, which every AArch64 processor has. Inline assembly, as their intrinsics are not stable in the
+/// oldest compiler that is supported.
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod arm {
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    /// Four halves to singles.
+    #[inline(always)]
+    pub(crate) fn widen(halves: uint16x4_t) -> float32x4_t {
+        let out;
+        // SAFETY: a register operation.
+        unsafe {
+            asm!(
+                "fcvtl {0:v}.4s, {1:v}.4h",
+                out(vreg) out,
+                in(vreg) halves,
+                options(pure, nomem, nostack, preserves_flags)
+            );
+        }
+        out
+    }
+
+    /// Four singles to halves.
+    #[inline(always)]
+    fn narrow(singles: float32x4_t) -> uint16x4_t {
+        let out;
+        // SAFETY: a register operation.
+        unsafe {
+            asm!(
+                "fcvtn {0:v}.4h, {1:v}.4s",
+                out(vreg) out,
+                in(vreg) singles,
+                options(pure, nomem, nostack, preserves_flags)
+            );
+        }
+        out
+    }
+
+    pub(super) fn to_f32(bytes: &[u8], out: &mut [f32]) {
+        let (from, from_tail) = bytes.as_chunks::<8>();
+        let (to, to_tail) = out.as_chunks_mut::<4>();
+        for (b, o) in from.iter().zip(to) {
+            // SAFETY: reads the 8 bytes of `b` and writes the 4 floats of `o`, unaligned.
+            unsafe { vst1q_f32(o.as_mut_ptr(), widen(vreinterpret_u16_u8(vld1_u8(b.as_ptr())))) }
+        }
+        super::to_f32_portable(from_tail, to_tail);
+    }
+
+    pub(super) fn from_f32(x: &[f32], out: &mut [u16]) {
+        let (from, from_tail) = x.as_chunks::<4>();
+        let (to, to_tail) = out.as_chunks_mut::<4>();
+        for (x, o) in from.iter().zip(to) {
+            // SAFETY: reads the 4 floats of `x` and writes the 4 halves of `o`.
+            unsafe { vst1_u16(o.as_mut_ptr(), narrow(vld1q_f32(x.as_ptr()))) }
         }
         super::from_f32_portable(from_tail, to_tail);
     }

@@ -62,11 +62,17 @@ fn kernels(level: Level) -> Option<Kernels> {
         Level::Avx512 => Some([(x86::int512, 64), (x86::float512, 16)]),
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => Some([(x86::int256, 32), (x86::float256, 8)]),
+        // The products of `usdot` are as many as those of `sdot`.
+        #[cfg(target_arch = "aarch64")]
+        Level::NeonI8mm | Level::NeonDot => Some([(arm::sdot, 16), (arm::float, 4)]),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => Some([(arm::widening, 8), (arm::float, 4)]),
         _ => None,
     }
 }
 
 /// The same loop around any instruction.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! peak {
     ($name:ident, $features:literal, $zero:expr, $operand:expr, |$x:ident, $a:ident| $step:expr) => {
         pub(super) fn $name() {
@@ -107,6 +113,31 @@ mod x86 {
     peak!(float256, "avx2,fma", _mm256_setzero_ps(), _mm256_set1_ps(0.5), |x, a| {
         _mm256_fmadd_ps(*x, a, a)
     });
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+    use std::hint::black_box;
+
+    use super::{STEPS, SUMS};
+
+    peak!(sdot, "neon,dotprod", vdupq_n_s32(0), vdupq_n_s8(3), |x, a| {
+        let mut sum = *x;
+        // SAFETY: a register operation; the instruction is enabled here.
+        unsafe {
+            asm!(
+                "sdot {0:v}.4s, {1:v}.16b, {1:v}.16b",
+                inout(vreg) sum,
+                in(vreg) a,
+                options(pure, nomem, nostack, preserves_flags)
+            );
+        }
+        sum
+    });
+    peak!(widening, "neon", vdupq_n_s16(0), vdup_n_s8(3), |x, a| vmlal_s8(*x, a, a));
+    peak!(float, "neon", vdupq_n_f32(0.0), vdupq_n_f32(0.5), |x, a| vfmaq_f32(*x, a, a));
 }
 
 #[cfg(test)]

@@ -12,11 +12,19 @@ pub enum Level {
     Avx2,
     /// x86-64: AVX-512 F, BW, DQ, VL and VNNI.
     Avx512,
-    /// AArch64 NEON.
+    /// AArch64: NEON, which every one has.
     Neon,
+    /// AArch64: NEON and dot products of bytes (`FEAT_DotProd`).
+    NeonDot,
+    /// AArch64: the same and matrix products of bytes (`FEAT_I8MM`).
+    NeonI8mm,
 }
 
 impl Level {
+    /// All there are, of any machine.
+    const ALL: [Level; 6] =
+        [Level::Scalar, Level::Avx2, Level::Avx512, Level::Neon, Level::NeonDot, Level::NeonI8mm];
+
     /// All levels that this machine can run, slowest first.
     pub fn available() -> Vec<Level> {
         #[allow(unused_mut)]
@@ -40,7 +48,15 @@ impl Level {
             }
         }
         #[cfg(target_arch = "aarch64")]
-        levels.push(Level::Neon);
+        {
+            levels.push(Level::Neon);
+            if std::arch::is_aarch64_feature_detected!("dotprod") {
+                levels.push(Level::NeonDot);
+                if std::arch::is_aarch64_feature_detected!("i8mm") {
+                    levels.push(Level::NeonI8mm);
+                }
+            }
+        }
         levels
     }
 
@@ -57,6 +73,8 @@ impl fmt::Display for Level {
             Level::Avx2 => "avx2",
             Level::Avx512 => "avx512",
             Level::Neon => "neon",
+            Level::NeonDot => "neon-dot",
+            Level::NeonI8mm => "neon-i8mm",
         })
     }
 }
@@ -64,9 +82,9 @@ impl fmt::Display for Level {
 impl FromStr for Level {
     type Err = String;
     fn from_str(s: &str) -> Result<Level, String> {
-        [Level::Scalar, Level::Avx2, Level::Avx512, Level::Neon]
-            .into_iter()
-            .find(|l| l.to_string() == s)
-            .ok_or_else(|| format!("unknown vector level {s:?}; known: scalar, avx2, avx512, neon"))
+        Level::ALL.into_iter().find(|l| l.to_string() == s).ok_or_else(|| {
+            let known = Level::ALL.map(|l| l.to_string()).join(", ");
+            format!("unknown vector level {s:?}; known: {known}")
+        })
     }
 }

@@ -172,6 +172,7 @@ unsafe impl Lanes<4> for Portable {
     }
 }
 
+#[cfg(not(target_arch = "aarch64"))]
 #[inline(always)]
 fn half(bytes: [u8; 2]) -> f32 {
     let mut out = [0.0];
@@ -209,6 +210,7 @@ macro_rules! lanes {
                 unsafe { $load_codes }
             }
             #[inline(always)]
+            #[allow(unused_unsafe)]
             unsafe fn prefetch($at: *const u8) {
                 // SAFETY: as above; a prefetch reads nothing.
                 unsafe { $prefetch }
@@ -268,13 +270,11 @@ mod arm {
         vld1q_f32,
         vst1q_f32,
         |a, b, sum| vfmaq_f32(sum, a, b),
-        halves | from | vld1q_f32(from.cast::<[[u8; 2]; 4]>().read().map(super::half).as_ptr()),
+        halves | from | crate::half_float::arm::widen(vreinterpret_u16_u8(vld1_u8(from.cast()))),
         codes | from | {
-            let codes = from.cast::<[u8; 4]>().read().map(|code| code as i8 as f32);
-            vld1q_f32(codes.as_ptr())
+            let four = vcreate_s8(from.cast::<u32>().read_unaligned() as u64);
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(four))))
         },
-        prefetch | at | {
-            let _ = at;
-        }
+        prefetch | at | crate::matmul::neon::prefetch_line(at)
     );
 }

@@ -353,6 +353,16 @@ fn run_tile(level: Level, tile: &Tile<'_>) {
         (Level::Avx2, Input::Q8(q)) => super::avx2::q8_tile(tile, q),
         #[cfg(target_arch = "x86_64")]
         (Level::Avx2, Input::F32 { data, stride }) => super::avx2::f32_tile(tile, data, stride),
+        #[cfg(target_arch = "aarch64")]
+        (Level::NeonI8mm, Input::Q8(q)) => super::neon::q8_tile_i8mm(tile, q),
+        #[cfg(target_arch = "aarch64")]
+        (Level::NeonDot, Input::Q8(q)) => super::neon::q8_tile_dot(tile, q),
+        #[cfg(target_arch = "aarch64")]
+        (Level::Neon, Input::Q8(q)) => super::neon::q8_tile(tile, q),
+        #[cfg(target_arch = "aarch64")]
+        (Level::Neon | Level::NeonDot | Level::NeonI8mm, Input::F32 { data, stride }) => {
+            super::neon::f32_tile(tile, data, stride)
+        }
         (_, Input::Q8(q)) => super::scalar::q8_tile(tile, q),
         (_, Input::F32 { data, stride }) => super::scalar::f32_tile(tile, data, stride),
     }

@@ -1,5 +1,5 @@
 //! The integer kernel: tiles of output features times activation rows, for any instruction set and format.
-#![cfg(target_arch = "x86_64")]
+#![cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 
 use std::mem::MaybeUninit;
 

@@ -26,10 +26,14 @@ mod scalar;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod decode;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod isa;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_dot;
 #[cfg(target_arch = "x86_64")]
 mod pack_avx2;
 
@@ -51,7 +55,11 @@ fn require(level: crate::Level) {
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512vnni")
         }
-        _ => cfg!(target_arch = "aarch64") && level == crate::Level::Neon,
+        #[cfg(target_arch = "aarch64")]
+        crate::Level::Neon | crate::Level::NeonDot | crate::Level::NeonI8mm => {
+            crate::Level::available().contains(&level)
+        }
+        _ => false,
     };
     assert!(there, "this machine cannot run {level} kernels");
 }
