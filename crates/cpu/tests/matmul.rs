@@ -242,8 +242,17 @@ fn check(
     }
 }
 
+/// Many cases, unless the environment says how many: an emulator is slow.
+fn config() -> ProptestConfig {
+    let default = ProptestConfig { failure_persistence: None, ..Default::default() };
+    match std::env::var_os("PROPTEST_CASES") {
+        Some(_) => default,
+        None => ProptestConfig { cases: 3000, ..default },
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn every_level_is_the_oracle(

@@ -252,7 +252,7 @@ pub struct Options {
     #[arg(long, env = "FOREBAY_STEER", value_name = "FILE")]
     pub steer: Vec<SteerArg>,
     /// Vector instructions; the widest unless told. Results do not depend on it.
-    #[arg(long, env = "FOREBAY_SIMD", value_name = "scalar|avx2|avx512|neon")]
+    #[arg(long, env = "FOREBAY_SIMD", value_name = "scalar|avx2|avx512|neon|neon-dot|neon-i8mm")]
     pub simd: Option<Level>,
 }
 

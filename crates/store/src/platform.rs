@@ -4,6 +4,13 @@
 //! the open file. [`System`] is the real one: `O_DIRECT` on Linux and the BSDs, `F_NOCACHE` on
 //! macOS, `FILE_FLAG_NO_BUFFERING` on Windows. Retries, fallbacks and alignment are policy and live
 //! in [`crate::io`] and `crate::progress`; a platform that fails on purpose, for tests, is in [`crate::faults`].
+//!
+//! macOS was read, not run: neither compiled nor tested here, as no Apple target could be had. Checked against `fcntl(2)`, `posix_madvise(2)` and
+//! the sources of `rustix`: `F_NOCACHE` is set after opening and asks for no alignment, so ours is more than enough; pages that are in the
+//! cache already are still used, so a "direct" read of a file just written may come from memory; positioned reads are `pread`; there is no ring,
+//! so threads read; there is no `fadvise`, so what buffered reads leave in the cache stays until the system wants it; a page is 16 KiB on Apple
+//! silicon and `crate::region` asks for it. Known to be weaker there: `madvise` of a region that is given back does not free its pages, so a pool
+//! that shrinks does not shrink the process; and nothing is known of free memory or pressure, so `--memory` has to be given.
 
 use std::fs::{File, OpenOptions};
 use std::io;
