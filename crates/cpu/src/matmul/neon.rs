@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 
 use forebay_quant::{Format, Q8Group, Q8Rows};
 
-use super::decode::Decoder;
+use super::decode::{self, Decoder};
 use super::float::{self, FloatIsa};
 use super::isa::{Isa, RowPtrs};
 use super::job::Tile;
@@ -41,10 +41,21 @@ unsafe fn run_dot<D: Decoder<Neon<Dot>>>(decoder: &D, tile: &Tile<'_>, q: &Q8Row
     unsafe { kernel::tile::<Neon<Dot>, D, 1, 1>(decoder, tile, q) }
 }
 
-/// A tile in precision `q8` with `usdot`.
+/// A tile in precision `q8` with `usdot` where codes do not fit signed bytes, else with `sdot`: no slower there, and each
+/// kernel of each format takes time to compile.
 pub(super) fn q8_tile_i8mm(tile: &Tile<'_>, q: &Q8Rows) {
     // SAFETY: `Level::NeonI8mm` is only chosen where its instructions are there.
-    unsafe { with_decoder!(tile.job.weight.format(), run_i8mm::<_>(tile, q)) }
+    unsafe {
+        match tile.job.weight.format() {
+            Format::Q8_0 => run_i8mm(&decode::Q8_0, tile, q),
+            Format::Iq4Nl => run_i8mm(&decode::Iq4Nl, tile, q),
+            Format::Iq4Xs => run_i8mm(&decode::Iq4Xs, tile, q),
+            Format::MlxAffine { bits: 8, group, params } => {
+                run_i8mm(&decode::Mlx::<8> { group: group as usize, params }, tile, q)
+            }
+            _ => q8_tile_dot(tile, q),
+        }
+    }
 }
 
 #[target_feature(enable = "neon,dotprod,i8mm")]
