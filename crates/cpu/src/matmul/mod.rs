@@ -56,8 +56,13 @@ fn require(level: crate::Level) {
                 && is_x86_feature_detected!("avx512vnni")
         }
         #[cfg(target_arch = "aarch64")]
-        crate::Level::Neon | crate::Level::NeonDot | crate::Level::NeonI8mm => {
-            crate::Level::available().contains(&level)
+        crate::Level::Neon => true,
+        #[cfg(target_arch = "aarch64")]
+        crate::Level::NeonDot => std::arch::is_aarch64_feature_detected!("dotprod"),
+        #[cfg(target_arch = "aarch64")]
+        crate::Level::NeonI8mm => {
+            std::arch::is_aarch64_feature_detected!("dotprod")
+                && std::arch::is_aarch64_feature_detected!("i8mm")
         }
         _ => false,
     };
