@@ -60,6 +60,16 @@ pub enum SessionError {
     Model(#[from] forebay_store::StoreError),
 }
 
+/// Makes the folder if there is none, and fails if nothing can be written there or read from there.
+pub fn check_folder(dir: &Path) -> Result<(), SessionError> {
+    let io = |error| SessionError::Io { path: dir.to_owned(), error };
+    std::fs::create_dir_all(dir).map_err(io)?;
+    session_files(dir).map_err(io)?;
+    let probe = dir.join(format!(".{}.partial", std::process::id()));
+    let write = || std::fs::write(&probe, MAGIC).and_then(|()| std::fs::remove_file(&probe));
+    write().map_err(|error| SessionError::Io { path: probe.clone(), error })
+}
+
 #[derive(Serialize, Deserialize)]
 struct Header {
     version: u32,

@@ -890,6 +890,15 @@ pub struct ServeArgs {
     /// Connections that may be open; more are turned away with 503.
     #[arg(long, env = "FOREBAY_CONNECTIONS", value_name = "N", default_value_t = 256)]
     pub connections: usize,
+    /// Seconds that a client may take nothing of what is sent to it, before its connection is closed.
+    #[arg(
+        long,
+        env = "FOREBAY_UNREAD",
+        value_name = "SECONDS",
+        default_value_t = 60,
+        value_parser = clap::value_parser!(u64).range(1..=86_400)
+    )]
+    pub unread: u64,
     /// A file with API keys, one a line; everybody may ask unless told.
     #[arg(long, env = "FOREBAY_API_KEYS", value_name = "FILE")]
     pub api_keys: Option<PathBuf>,

@@ -159,3 +159,94 @@ fn what_is_wrong_is_named() {
     assert_eq!(got.status.code(), Some(2));
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "{\"custom_id\": \"other\"}\n");
 }
+
+/// What cannot be gone on with, or is somebody's, is not written to.
+#[test]
+fn outputs_that_cannot_do_are_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = requests(dir.path(), 3);
+    let refused = |out: &Path, word: &str| {
+        let mut command = forebay();
+        let got = output(command.arg("batch").arg(model(GPT_OSS)).arg(&input).arg(out));
+        let said = String::from_utf8_lossy(&got.stderr).into_owned();
+        assert_eq!(got.status.code(), Some(2), "{}: {said}", out.display());
+        assert!(said.contains(word), "{said}");
+    };
+    refused(&dir.path().join("missing/out"), "missing/out");
+    refused(dir.path(), "no regular file");
+    #[cfg(target_os = "linux")]
+    for device in ["/dev/full", "/dev/zero", "/dev/null"] {
+        refused(Path::new(device), "no regular file");
+    }
+    // A pipe as the journal: nobody will ever write to it.
+    #[cfg(target_os = "linux")]
+    {
+        let pipe = dir.path().join("piped.journal");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        refused(&dir.path().join("piped"), "no regular file");
+    }
+    // The input itself, and notes without an end of line.
+    let before = std::fs::read(&input).unwrap();
+    refused(&input, "name another file");
+    assert_eq!(std::fs::read(&input).unwrap(), before);
+    let notes = dir.path().join("notes");
+    std::fs::write(&notes, "one line").unwrap();
+    refused(&notes, "name another file");
+    assert_eq!(std::fs::read(&notes).unwrap(), b"one line");
+    // One that another batch is writing.
+    let taken = dir.path().join("taken");
+    let file = std::fs::File::create(&taken).unwrap();
+    file.lock().unwrap();
+    refused(&taken, "another batch");
+}
+
+/// A disk that fills ends the batch with an error; with room again the same command goes on.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_is_an_error_and_no_loss() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = requests(dir.path(), 20);
+    let out = dir.path().join("out");
+    let run = |out: &Path, blocks: &str| {
+        // The limit on a file's size stands for the disk: writes beyond it fail.
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", "trap '' XFSZ; ulimit -f $0; exec \"$@\"", blocks]);
+        shell.arg(env!("CARGO_BIN_EXE_forebay")).arg("batch").arg(model(GPT_OSS));
+        shell.arg(&input).arg(out).args(["--parallel", "4", "--context", "256", "--temp", "0"]);
+        shell.env("XDG_CACHE_HOME", dir.path().join("cache")).output().unwrap()
+    };
+    let full = run(&out, "4");
+    let said = String::from_utf8_lossy(&full.stderr).into_owned();
+    assert_eq!(full.status.code(), Some(1), "{said}");
+    assert!(said.contains("the same command goes on"), "{said}");
+    let left = std::fs::read(&out).unwrap();
+    assert!(run(&out, "unlimited").status.success());
+    let whole = left.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1);
+    assert!(whole > 0 && std::fs::read(&out).unwrap().starts_with(&left[..whole]));
+    let other = dir.path().join("other");
+    assert!(run(&other, "unlimited").status.success());
+    assert_eq!(answers(&lines(&out)), answers(&lines(&other)));
+}
+
+/// Answers are not computed for a file that is gone.
+#[cfg(unix)]
+#[test]
+fn an_output_that_vanishes_ends_the_batch() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = requests(dir.path(), 400);
+    let folder = dir.path().join("folder");
+    std::fs::create_dir(&folder).unwrap();
+    let out = folder.join("out");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_forebay"));
+    command.arg("batch").arg(model(GPT_OSS)).arg(&input).arg(&out);
+    command.args(["--parallel", "2", "--context", "256", "--threads", "1"]);
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    while !std::fs::metadata(&out).is_ok_and(|m| m.len() > 0) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+    let got = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&got.stderr).into_owned();
+    assert_eq!(got.status.code(), Some(1), "{said}");
+    assert!(said.contains("removed or replaced"), "{said}");
+}

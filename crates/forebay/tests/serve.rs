@@ -615,6 +615,48 @@ fn connections_are_bounded() {
     assert_eq!(server.get("/health").status, 200);
 }
 
+/// Who asks and never reads does not keep a place for ever, and the log says why the connection ended.
+#[test]
+fn a_client_that_reads_nothing_loses_its_connection() {
+    let args = ["--connections", "1", "--unread", "1", "--context", "256"];
+    let server = Server::start(&model(GPT_OSS), &args);
+    // More answers than the system keeps for a connection.
+    let ask = "GET /forebay.js HTTP/1.1\r\nHost: x\r\n\r\n".repeat(4000);
+    let deaf = server.send(b"");
+    let mut sending = deaf.try_clone().unwrap();
+    let sender = std::thread::spawn(move || {
+        // Its end is the server's to choose.
+        let _ = std::io::Write::write_all(&mut sending, ask.as_bytes());
+    });
+    let began = std::time::Instant::now();
+    while server.get("/health").status != 200 {
+        assert!(began.elapsed() < std::time::Duration::from_secs(100), "the place is still taken");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    sender.join().unwrap();
+    drop(deaf);
+    server.interrupt();
+    let (code, said) = server.wait();
+    assert_eq!(code, Some(0));
+    assert!(said.contains("a client read nothing"), "{said}");
+}
+
+/// A folder for sessions that cannot be written is told at the start, not when there is something to keep.
+#[test]
+fn a_folder_for_sessions_is_tried_at_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for folder in [file.clone(), file.join("below")] {
+        let mut command = common::forebay();
+        command.arg("serve").arg(model(GPT_OSS)).args(["--listen", "127.0.0.1:0", "--sessions"]);
+        let got = common::output(command.arg(&folder));
+        let said = String::from_utf8_lossy(&got.stderr).into_owned();
+        assert_eq!(got.status.code(), Some(2), "{said}");
+        assert!(said.contains("--sessions") && said.contains("file"), "{said}");
+    }
+}
+
 /// A prompt that does not fit is refused before a stream opens, with both numbers; what fits ends at the
 /// context.
 #[test]

@@ -42,6 +42,8 @@ pub struct HttpOptions {
     pub cors: Vec<String>,
     /// Connections at once; who comes besides is turned away.
     pub max_connections: usize,
+    /// How long a client may take nothing of what is sent to it, before its connection is closed.
+    pub unread: Duration,
     /// Largest body in bytes.
     pub max_body_bytes: usize,
     /// Largest headers in bytes, all together.
@@ -59,6 +61,7 @@ impl Default for HttpOptions {
             keys: Vec::new(),
             cors: Vec::new(),
             max_connections: 256,
+            unread: Duration::from_secs(60),
             max_body_bytes: 8 << 20,
             max_header_bytes: 64 << 10,
             grace: Duration::from_secs(30),
@@ -154,6 +157,7 @@ pub async fn serve(
     let listener = tokio::net::TcpListener::bind(options.listen).await?;
     listening(listener.local_addr()?);
     let (grace, tls, most) = (options.grace, options.tls.clone(), options.max_connections);
+    let bounds = connections::Bounds { most, unread: options.unread };
     let app = router(service.clone(), options);
     let (told, mut hears) = tokio::sync::watch::channel(false);
     let closing = service.clone();
@@ -172,11 +176,11 @@ pub async fn serve(
             None => {
                 // Tokens go out one by one. Where that cannot be said, they are late.
                 let listener = listener.tap_io(|stream| _ = stream.set_nodelay(true));
-                connections::serve(listener, app, most, full, shutdown).await;
+                connections::serve(listener, app, bounds, full, shutdown).await;
             }
             Some(tls) => {
                 let listener = TlsListener::new(listener, &tls)?;
-                connections::serve(listener, app, most, full, shutdown).await;
+                connections::serve(listener, app, bounds, full, shutdown).await;
             }
         }
         std::io::Result::Ok(())

@@ -4,8 +4,8 @@
 //! there, and to the output when those before it are; after a kill, what is in either is not computed again.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -118,7 +118,8 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         anyhow::Ok((done, failed))
     });
     bar.clear();
-    let (done, failed) = done?;
+    // An output that takes no more ends the answers that nobody will see.
+    let (done, failed) = done.inspect_err(|_| service.scheduler().abort())?;
     let seconds = began.elapsed().as_secs_f64();
     let load = service.scheduler().load();
     let per_second = load.generated_tokens as f64 / seconds;
@@ -177,17 +178,31 @@ fn line(index: usize, line: &Line, answer: Result<Value, forebay_serve::ApiError
     })
 }
 
+/// Longest line of a request, in bytes.
+const MAX_LINE: u64 = 64 << 20;
+/// Longest line of an answer or of the journal.
+const MAX_ANSWER: u64 = 1 << 30;
+
 fn read(path: &Path) -> anyhow::Result<Vec<Line>> {
     let shown = path.display();
     let file = File::open(path).map_err(|e| usage(format!("{shown}: {e}")))?;
+    let mut reader = BufReader::new(file);
     let mut lines = Vec::new();
-    for (at, text) in BufReader::new(file).lines().enumerate() {
-        let bad = |what: String| usage(format!("{shown}: line {}: {what}", at + 1));
-        let text = text.map_err(|e| bad(e.to_string()))?;
-        if text.trim().is_empty() {
+    let mut text = Vec::new();
+    for at in 1.. {
+        let bad = |what: String| usage(format!("{shown}: line {at}: {what}"));
+        text.clear();
+        let line = (&mut reader).take(MAX_LINE + 1).read_until(b'\n', &mut text);
+        if line.map_err(|e| bad(e.to_string()))? == 0 {
+            break;
+        }
+        if text.len() as u64 > MAX_LINE {
+            return Err(bad(format!("is longer than {MAX_LINE} bytes")));
+        }
+        if text.trim_ascii().is_empty() {
             continue;
         }
-        let value: Value = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
+        let value: Value = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
         let id = value["custom_id"].as_str().ok_or_else(|| bad("has no `custom_id`".into()))?;
         if value["method"].as_str().is_some_and(|method| method != "POST") {
             return Err(bad("`method` must be POST".into()));
@@ -209,9 +224,8 @@ fn read(path: &Path) -> anyhow::Result<Vec<Line>> {
 
 /// The output and its journal.
 struct Output {
-    file: File,
-    journal: File,
-    journal_path: PathBuf,
+    file: Kept,
+    journal: Kept,
     /// Lines in the output.
     written: usize,
     /// Lines that wait for those before them.
@@ -224,8 +238,8 @@ impl Output {
         let mut journal_path = path.as_os_str().to_owned();
         journal_path.push(".journal");
         let journal_path = PathBuf::from(journal_path);
-        let (file, done) = whole_lines(path)?;
-        let (journal, entries) = whole_lines(&journal_path)?;
+        let (file, done) = Kept::open(path.to_owned())?;
+        let (journal, entries) = Kept::open(journal_path)?;
         let shown = path.display();
         if done.len() > lines.len() {
             let text =
@@ -233,13 +247,12 @@ impl Output {
             return Err(usage(text + "; name another file"));
         }
         for (at, (value, line)) in done.iter().zip(lines).enumerate() {
-            if value["custom_id"].as_str() != Some(&line.id) {
+            if value["custom_id"].as_str() != Some(&line.id) || !value["response"].is_object() {
                 let what = "is not the answer to that request; name another file";
                 return Err(usage(format!("{shown}: line {} {what}", at + 1)));
             }
         }
-        let mut output =
-            Output { file, journal, journal_path, written: done.len(), early: BTreeMap::new() };
+        let mut output = Output { file, journal, written: done.len(), early: BTreeMap::new() };
         for entry in entries {
             let index = entry["index"].as_u64().unwrap_or(u64::MAX) as usize;
             let is_own = |line: &Line| entry["line"]["custom_id"].as_str() == Some(&line.id);
@@ -261,16 +274,14 @@ impl Output {
             return self.write_ready();
         }
         let entry = json!({ "index": index, "line": line });
-        // One write, so that a kill leaves at most one line cut off.
-        let shown = || self.journal_path.display().to_string();
-        self.journal.write_all(format!("{entry}\n").as_bytes()).with_context(shown)?;
+        self.journal.write(format!("{entry}\n"))?;
         self.early.insert(index, line.to_string());
         Ok(())
     }
 
     fn write_ready(&mut self) -> anyhow::Result<()> {
         while let Some(line) = self.early.remove(&self.written) {
-            self.file.write_all(format!("{line}\n").as_bytes()).context("writing the output")?;
+            self.file.write(format!("{line}\n"))?;
             self.written += 1;
         }
         Ok(())
@@ -278,28 +289,98 @@ impl Output {
 
     /// All is done: the journal goes.
     fn finish(self) -> anyhow::Result<()> {
-        self.file.sync_all().context("writing the output")?;
-        drop(self.journal);
-        std::fs::remove_file(&self.journal_path)
-            .with_context(|| self.journal_path.display().to_string())
+        self.file.sync()?;
+        let path = self.journal.path;
+        drop(self.journal.file);
+        std::fs::remove_file(&path).with_context(|| path.display().to_string())
     }
 }
 
-/// A file opened for more lines, and the whole lines that it holds.
-fn whole_lines(path: &Path) -> anyhow::Result<(File, Vec<Value>)> {
+/// A file of lines that a later run goes on with.
+struct Kept {
+    path: PathBuf,
+    file: File,
+}
+
+impl Kept {
+    /// Opens a file for more lines, and gives the whole lines that it holds.
+    fn open(path: PathBuf) -> anyhow::Result<(Kept, Vec<Value>)> {
+        let shown = path.display();
+        // A device or a pipe has no lines to go on with, and may have bytes without end.
+        if std::fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
+            let what = "is no regular file; a batch needs one, to go on where it was interrupted";
+            return Err(usage(format!("{shown} {what}")));
+        }
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create(true).truncate(false).open(&path);
+        let mut file = file.map_err(|e| usage(format!("{shown}: {e}")))?;
+        // Where the system knows no locks, nobody is kept off.
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(usage(format!("{shown}: another batch is writing it; name another file")));
+        }
+        let (lines, end) = whole_lines(&mut file, &path)?;
+        file.set_len(end).with_context(|| shown.to_string())?;
+        file.seek(SeekFrom::End(0)).with_context(|| shown.to_string())?;
+        Ok((Kept { path, file }, lines))
+    }
+
+    /// One write, so that a kill leaves at most one line cut off.
+    fn write(&mut self, line: String) -> anyhow::Result<()> {
+        if !self.is_there() {
+            let shown = self.path.display();
+            anyhow::bail!(
+                "{shown} was removed or replaced while the batch was running; run it again"
+            );
+        }
+        self.file.write_all(line.as_bytes()).with_context(|| self.fault())
+    }
+
+    fn sync(&self) -> anyhow::Result<()> {
+        self.file.sync_all().with_context(|| self.fault())
+    }
+
+    fn fault(&self) -> String {
+        let shown = self.path.display();
+        format!("writing {shown} (what is there stays: the same command goes on with it)")
+    }
+
+    /// Whether the path still leads to this file.
+    fn is_there(&self) -> bool {
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::MetadataExt;
+            let own = self.file.metadata().map(|m| (m.dev(), m.ino()));
+            let found = std::fs::metadata(&self.path).map(|m| (m.dev(), m.ino()));
+            own.is_ok() && own.ok() == found.ok()
+        }
+        #[cfg(not(unix))]
+        self.path.exists()
+    }
+}
+
+/// The whole lines of a file, and where they end.
+fn whole_lines(file: &mut File, path: &Path) -> anyhow::Result<(Vec<Value>, u64)> {
     let shown = path.display();
-    let mut options = OpenOptions::new();
-    let file = options.read(true).write(true).create(true).truncate(false).open(path);
-    let mut file = file.map_err(|e| usage(format!("{shown}: {e}")))?;
     let mut lines = Vec::new();
     let mut end = 0;
-    let mut reader = BufReader::new(&mut file);
+    let mut reader = BufReader::new(file);
     let mut text = Vec::new();
     loop {
         text.clear();
-        let n = reader.read_until(b'\n', &mut text).with_context(|| shown.to_string())?;
-        if n == 0 || text.last() != Some(&b'\n') {
-            break;
+        let n = (&mut reader).take(MAX_ANSWER).read_until(b'\n', &mut text);
+        let n = n.with_context(|| shown.to_string())?;
+        if n == 0 {
+            return Ok((lines, end));
+        }
+        if text.last() != Some(&b'\n') {
+            // A line that a kill cut off goes; what is no such line is somebody's.
+            let cut_off = text[0] == b'{' && serde_json::from_slice::<Value>(&text).is_err();
+            return match cut_off {
+                true => Ok((lines, end)),
+                false => Err(usage(format!(
+                    "{shown}: ends with what is no line of a batch; name another file"
+                ))),
+            };
         }
         let Ok(value) = serde_json::from_slice(&text) else {
             return Err(usage(format!(
@@ -310,7 +391,4 @@ fn whole_lines(path: &Path) -> anyhow::Result<(File, Vec<Value>)> {
         lines.push(value);
         end += n as u64;
     }
-    file.set_len(end).with_context(|| shown.to_string())?;
-    file.seek(SeekFrom::End(0)).with_context(|| shown.to_string())?;
-    Ok((file, lines))
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context;
-use forebay_engine::EngineError;
+use forebay_engine::{EngineError, session};
 use forebay_models::Layer;
 use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 use forebay_serve::room::{Demand, ledger};
@@ -52,6 +52,11 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         (Some(cert), Some(key)) => Some(Tls::load(cert, key).map_err(usage)?),
         _ => None,
     };
+    if let Some(dir) = &args.sessions {
+        // Told now, not when the server ends and has something to keep.
+        session::check_folder(dir)
+            .map_err(|e| usage(format!("--sessions: {e}; name a folder that can be written")))?;
+    }
     log(args.log_format);
     if args.contexts == Some(0) {
         return Err(usage("--contexts must be at least 1"));
@@ -89,6 +94,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         keys,
         cors: args.cors,
         max_connections: args.connections,
+        unread: Duration::from_secs(args.unread),
         max_body_bytes: args.max_body,
         grace: Duration::from_secs(args.grace),
         tls,
