@@ -5,9 +5,9 @@
 //! macOS, `FILE_FLAG_NO_BUFFERING` on Windows. Retries, fallbacks and alignment are policy and live
 //! in [`crate::io`] and `crate::progress`; a platform that fails on purpose, for tests, is in [`crate::faults`].
 //!
-//! macOS was read, not run: neither compiled nor tested here, as no Apple target could be had. Checked against `fcntl(2)`, `posix_madvise(2)` and
-//! the sources of `rustix`: `F_NOCACHE` is set after opening and asks for no alignment, so ours is more than enough; pages that are in the
-//! cache already are still used, so a "direct" read of a file just written may come from memory; positioned reads are `pread`; there is no ring,
+//! macOS was read, not run: neither compiled nor tested here, as no Apple target could be had. Read in the
+//! sources of `rustix` and what its documentation says of `F_NOCACHE`, not in Apple's own pages: `F_NOCACHE` is set after opening
+//! and asks for no alignment, so ours is more than enough; pages that are in the cache already are still used, so a "direct" read of a file just written may come from memory; positioned reads are `pread`; there is no ring,
 //! so threads read; there is no `fadvise`, so what buffered reads leave in the cache stays until the system wants it; a page is 16 KiB on Apple
 //! silicon and `crate::region` asks for it. Known to be weaker there: `madvise` of a region that is given back does not free its pages, so a pool
 //! that shrinks does not shrink the process; and nothing is known of free memory or pressure, so `--memory` has to be given.
