@@ -94,73 +94,56 @@ impl Product for Plain {
     }
 }
 
-/// `sdot`: four products of signed bytes.
-#[derive(Clone, Copy)]
-pub(super) struct Dot;
+/// A way that is one instruction: four products of a code and an activation into each lane.
+macro_rules! one_instruction {
+    ($(#[$doc:meta])* $name:ident, $instruction:literal, $max_code:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $name;
 
-impl Product for Dot {
-    const MAX_CODE: u8 = 127;
+        impl Product for $name {
+            const MAX_CODE: u8 = $max_code;
 
-    #[inline(always)]
-    unsafe fn dot<const N: usize>(
-        codes: &[Bytes; 8],
-        from: usize,
-        max_code: u8,
-        words: *const [i8; 32],
-        start: Ints,
-    ) -> Ints {
-        let subtract = max_code > Self::MAX_CODE;
-        let mut sums = start;
-        // SAFETY: as promised.
-        unsafe {
-            for j in 0..N {
-                let word = load(words.add(j));
-                for half in 0..2 {
-                    asm!(
-                        "sdot {0:v}.4s, {1:v}.16b, {2:v}.16b",
-                        inout(vreg) sums[half],
-                        in(vreg) signed(codes[from + j][half], subtract),
-                        in(vreg) word[half],
-                        options(pure, nomem, nostack, preserves_flags)
-                    );
+            #[inline(always)]
+            unsafe fn dot<const N: usize>(
+                codes: &[Bytes; 8],
+                from: usize,
+                max_code: u8,
+                words: *const [i8; 32],
+                start: Ints,
+            ) -> Ints {
+                let subtract = max_code > Self::MAX_CODE;
+                let mut sums = start;
+                // SAFETY: as promised.
+                unsafe {
+                    for j in 0..N {
+                        let word = load(words.add(j));
+                        for half in 0..2 {
+                            asm!(
+                                concat!($instruction, " {0:v}.4s, {1:v}.16b, {2:v}.16b"),
+                                inout(vreg) sums[half],
+                                in(vreg) signed(codes[from + j][half], subtract),
+                                in(vreg) word[half],
+                                options(pure, nomem, nostack, preserves_flags)
+                            );
+                        }
+                    }
                 }
+                sums
             }
         }
-        sums
-    }
+    };
 }
 
-/// `usdot`: four products of an unsigned and a signed byte, so that no code need become signed.
-#[derive(Clone, Copy)]
-pub(super) struct Usdot;
-
-impl Product for Usdot {
-    const MAX_CODE: u8 = 255;
-
-    #[inline(always)]
-    unsafe fn dot<const N: usize>(
-        codes: &[Bytes; 8],
-        from: usize,
-        _max_code: u8,
-        words: *const [i8; 32],
-        start: Ints,
-    ) -> Ints {
-        let mut sums = start;
-        // SAFETY: as promised.
-        unsafe {
-            for j in 0..N {
-                let word = load(words.add(j));
-                for half in 0..2 {
-                    asm!(
-                        "usdot {0:v}.4s, {1:v}.16b, {2:v}.16b",
-                        inout(vreg) sums[half],
-                        in(vreg) codes[from + j][half],
-                        in(vreg) word[half],
-                        options(pure, nomem, nostack, preserves_flags)
-                    );
-                }
-            }
-        }
-        sums
-    }
-}
+one_instruction!(
+    /// `sdot`: signed codes.
+    Dot,
+    "sdot",
+    127
+);
+one_instruction!(
+    /// `usdot`: unsigned codes, so that none need become signed.
+    Usdot,
+    "usdot",
+    255
+);
