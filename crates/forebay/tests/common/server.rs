@@ -5,9 +5,37 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
+
+use crate::common::{GPT_OSS, model};
+
+pub const CHAT: &str = "/v1/chat/completions";
+
+/// One server for all tests of a file that leave it as it was.
+pub static SERVER: LazyLock<Server> =
+    LazyLock::new(|| Server::start(&model(GPT_OSS), &["--temp", "0", "--context", "512"]));
+
+/// A conversation of one message.
+pub fn user(text: &str) -> Value {
+    json!([{ "role": "user", "content": text }])
+}
+
+/// The body of a short chat request, with further fields.
+pub fn chat(extra: Value) -> Value {
+    let mut body = json!({ "messages": user("Tell me a story about a fox."), "max_tokens": 16 });
+    for (key, value) in extra.as_object().unwrap() {
+        body[key] = value.clone();
+    }
+    body
+}
+
+/// Text of a chat completion.
+pub fn text(response: &Value) -> &str {
+    response["choices"][0]["message"]["content"].as_str().unwrap()
+}
 
 pub struct Server {
     child: Child,

@@ -1,27 +1,25 @@
-//! One kind of request in, one kind of event out: what all APIs share.
+//! One kind of request in, one kind of event out: what all APIs share. `prepare` makes prompts, `ear` events.
+
+mod ear;
+mod prepare;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use forebay_chat::{Answer, Delta, End, Format, Parsed, Tool};
+use forebay_chat::{Answer, Delta, Format, Parsed, Tool};
 use forebay_engine::{SamplerParams, SteerVectors, Steering};
-use forebay_schedule::{Flow, Job, Listener, Outcome, Refusal, Scheduler, Token, Usage};
-use forebay_text::{
-    ChatRequest, ChatTemplate, Markers, Piece, Prompt, Specials, Tokenizer, render_prompt,
-};
+use forebay_schedule::{Job, Refusal, Scheduler, Usage};
+use forebay_text::{ChatTemplate, Markers, Tokenizer};
 use serde_json::{Map, Value};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+use self::ear::Ear;
 use crate::error::{ApiError, Kind};
-use crate::fallback;
 use crate::fields::Fields;
-use crate::grammar::{Grammars, Reasons, Shape, UNFOLLOWED};
+use crate::grammar::{Grammars, Shape};
 use crate::record::Record;
 use crate::room::Encoding;
-
-/// Texts longer than this many bytes per position of the context cannot fit and are not even encoded.
-const MAX_BYTES_PER_TOKEN: usize = 256;
 
 /// What the APIs sample with where neither a request nor the server's owner nor the model says anything.
 pub fn usual_sampling() -> SamplerParams {
@@ -406,171 +404,6 @@ impl Service {
             }
         }
     }
-
-    fn too_long(&self, tokens: usize, least: &str) -> ApiError {
-        let context = self.info.context;
-        let message = format!(
-            "the prompt has {least}{tokens} tokens and the context holds {context}: shorten it, or serve with a \
-             longer --context"
-        );
-        ApiError { kind: Kind::ContextLength, message, param: Some("messages".into()) }
-    }
-
-    /// A text of that size cannot fit: encoding it would take memory that the plan does not have.
-    fn check_size(&self, bytes: usize) -> Result<(), ApiError> {
-        match bytes / MAX_BYTES_PER_TOKEN >= self.info.context {
-            true => Err(self.too_long(bytes / MAX_BYTES_PER_TOKEN, "at least ")),
-            false => Ok(()),
-        }
-    }
-
-    fn prepare(&self, request: &Request) -> Result<Prepared, ApiError> {
-        let plain = |ids| Prepared {
-            ids,
-            format: Format::Plain,
-            tools: Vec::new(),
-            tail: String::new(),
-            checkpoints: Vec::new(),
-            reasons: Reasons::Not,
-        };
-        match &request.input {
-            Input::Ids(ids) => {
-                let vocab = self.info.vocab;
-                match ids.iter().find(|&&id| id as usize >= vocab) {
-                    Some(id) => Err(ApiError::field(
-                        "prompt",
-                        format_args!("token id {id} is outside of the vocabulary of {vocab}"),
-                    )),
-                    None if ids.is_empty() => Err(ApiError::field("prompt", "must not be empty")),
-                    None => Ok(plain(ids.clone())),
-                }
-            }
-            Input::Text(text) => {
-                self.check_size(text.len())?;
-                let _turn = self.encoding.turn(text.len());
-                let ids = self.tokenizer.encode_prompt(text, Specials::Ignore)?;
-                match ids.is_empty() {
-                    true => Err(ApiError::field("prompt", "must not be empty")),
-                    false => Ok(plain(ids)),
-                }
-            }
-            Input::Chat { messages, kwargs } => self.prepare_chat(request, messages, kwargs),
-        }
-    }
-
-    fn prepare_chat(
-        &self,
-        request: &Request,
-        messages: &[Value],
-        kwargs: &Map<String, Value>,
-    ) -> Result<Prepared, ApiError> {
-        let template = self.template.as_ref().ok_or_else(|| {
-            let message =
-                "the model has no chat template: use a completions route, with a raw prompt";
-            ApiError::new(Kind::Invalid, message)
-        })?;
-        if messages.is_empty() {
-            return Err(ApiError::field("messages", "must not be empty"));
-        }
-        let bytes = messages.iter().chain(&request.tools).map(|m| m.to_string().len()).sum();
-        self.check_size(bytes)?;
-        let _turn = self.encoding.turn(bytes);
-        let offered = match request.tool_choice {
-            ToolChoice::None => &[],
-            _ => request.tools.as_slice(),
-        };
-        let tools: Vec<Tool> = offered.iter().filter_map(Tool::from_json).collect();
-        let (messages, templated, format) = if self.writes_tools {
-            let templated = (!offered.is_empty()).then(|| offered.to_vec());
-            (messages.to_vec(), templated, self.format)
-        } else {
-            let format = match self.format {
-                Format::Plain if !tools.is_empty() => Format::Qwen3Json,
-                own => own,
-            };
-            // Parts are judged before they are turned into text.
-            ChatRequest { messages: messages.to_vec(), ..ChatRequest::default() }
-                .check()
-                .map_err(ApiError::from)?;
-            (fallback::messages(messages, &tools), None, format)
-        };
-        let chat = ChatRequest {
-            messages,
-            tools: templated,
-            kwargs: kwargs.clone(),
-            ..ChatRequest::default()
-        };
-        let render = |request: &ChatRequest| render_prompt(template, &self.tokenizer, request);
-        let prompt = render(&chat)?;
-        // What the template wrote to open the answer, and where others will part from this prompt: before it,
-        // and before the last message.
-        let mut tail = last_text(&prompt);
-        let mut checkpoints = Vec::new();
-        let mut shorter = ChatRequest { add_generation_prompt: false, ..chat };
-        if let Ok(history) = render(&shorter) {
-            checkpoints.push(common(&prompt.ids, &history.ids));
-            if let Some(written) = prompt.text().strip_prefix(&history.text()) {
-                tail = written.to_owned();
-            }
-        }
-        if shorter.messages.len() > 1 {
-            shorter.messages.pop();
-            checkpoints.extend(render(&shorter).ok().map(|h| common(&prompt.ids, &h.ids)));
-        }
-        Ok(Prepared {
-            reasons: match (format, kwargs.get("enable_thinking")) {
-                // A channel of its own, which the template does not open.
-                (Format::Harmony, Some(Value::Bool(false))) => Reasons::Not,
-                (Format::Harmony, _) => Reasons::May,
-                _ => reasons(&tail, template.source()),
-            },
-            ids: prompt.ids,
-            format,
-            tools,
-            tail,
-            checkpoints,
-        })
-    }
-}
-
-/// A request as the engine needs it.
-struct Prepared {
-    ids: Vec<u32>,
-    format: Format,
-    tools: Vec<Tool>,
-    tail: String,
-    checkpoints: Vec<usize>,
-    reasons: Reasons,
-}
-
-/// Length of the common beginning.
-fn common(a: &[u32], b: &[u32]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
-}
-
-/// Text from the last but one marker on: the header of the answer, where the template cannot tell.
-fn last_text(prompt: &Prompt) -> String {
-    let markers = prompt.pieces.iter().enumerate();
-    let markers = markers.filter(|(_, piece)| matches!(piece, Piece::Marker { .. }));
-    let at = markers.map(|(at, _)| at).next_back().unwrap_or(prompt.pieces.len());
-    let pieces = prompt.pieces[at..].to_vec();
-    Prompt { pieces, ids: Vec::new() }.text()
-}
-
-/// What a prompt's end says about reasoning.
-fn reasons(tail: &str, template: &str) -> Reasons {
-    const OPENERS: [&str; 3] = ["<think>", "<|channel>", "[THINK]"];
-    let last = |words: &[&str]| words.iter().filter_map(|word| tail.rfind(word)).max();
-    let open = last(&OPENERS);
-    let close = last(&["</think>", "<channel|>", "[/THINK]"]);
-    match (open, close) {
-        (Some(open), Some(close)) if open < close => Reasons::Not,
-        (Some(_), _) => Reasons::Inside,
-        (None, Some(_)) => Reasons::Not,
-        // A template that never writes reasoning is of a model that was never shown any.
-        (None, None) if !OPENERS.iter().any(|word| template.contains(word)) => Reasons::Not,
-        (None, None) => Reasons::May,
-    }
 }
 
 /// Seconds since 1970.
@@ -581,85 +414,4 @@ pub(crate) fn now() -> u64 {
 fn fresh_seed(number: u64) -> u64 {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     (nanos ^ number.rotate_left(40)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-}
-
-/// Hears of one answer on the engine's thread and sends events.
-struct Ear {
-    index: usize,
-    answer: Answer,
-    stops: Vec<String>,
-    wants_tokens: bool,
-    tokenizer: Tokenizer,
-    send: UnboundedSender<(usize, Event)>,
-    /// Line of the log that waits for the answer's end.
-    record: Option<Arc<Record>>,
-}
-
-impl Ear {
-    fn info(&self, token: &Token) -> TokenInfo {
-        let text = |id: u32| {
-            let bytes = self.tokenizer.token_bytes(id);
-            (String::from_utf8_lossy(&bytes).into_owned(), bytes)
-        };
-        let (own, bytes) = text(token.id);
-        let top = token.top.iter().map(|&(id, logprob)| {
-            let (text, bytes) = text(id);
-            (text, bytes, logprob)
-        });
-        TokenInfo { text: own, bytes, logprob: token.logprob, top: top.collect() }
-    }
-}
-
-impl Listener for Ear {
-    fn token(&mut self, token: &Token) -> Flow {
-        if token.is_end {
-            return Flow::Stop;
-        }
-        let deltas = self.answer.push(token.id);
-        let info = self.wants_tokens.then(|| self.info(token));
-        if !deltas.is_empty() || info.is_some() {
-            // Who does not listen any more is noticed before the next step.
-            let _ = self.send.send((self.index, Event::Piece { deltas, token: info }));
-        }
-        match self.answer.parser().stopped() {
-            Some(_) => Flow::Stop,
-            None => Flow::Continue,
-        }
-    }
-
-    fn done(mut self: Box<Self>, outcome: Outcome, usage: Usage) {
-        if let Some(record) = &self.record {
-            record.ended(&usage);
-        }
-        let end = match outcome {
-            Outcome::Stop => End::Eos,
-            Outcome::Length => End::Length,
-            Outcome::Gone => return,
-            Outcome::Failed(message) => {
-                let kind = match &message {
-                    m if m.contains("shutting down") => Kind::Closing,
-                    m if m.starts_with(UNFOLLOWED) => Kind::Invalid,
-                    _ => Kind::Internal,
-                };
-                let failed = Event::Failed(ApiError::new(kind, message));
-                let _ = self.send.send((self.index, failed));
-                return;
-            }
-        };
-        let deltas = self.answer.finish(end);
-        if !deltas.is_empty() {
-            let _ = self.send.send((self.index, Event::Piece { deltas, token: None }));
-        }
-        let parser = self.answer.parser();
-        let finished = Finished {
-            reason: parser.finish_reason(end),
-            stop: parser.stopped().map(|at| self.stops[at].clone()),
-            usage,
-        };
-        let _ = self.send.send((self.index, Event::Done(finished)));
-    }
-
-    fn is_gone(&self) -> bool {
-        self.send.is_closed()
-    }
 }
