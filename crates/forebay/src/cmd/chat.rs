@@ -1,7 +1,7 @@
 //! `run` without a prompt: a chat in the terminal.
 //!
 //! Ctrl-C stops the answer and not the program; at the prompt, Ctrl-D or `/exit` ends it. A line that ends with
-//! a backslash goes on in the next, and so does text between lines of `"""`.
+//! a backslash goes on in the next, and so does text between lines of `"""`; Ctrl-C drops what was begun so.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -36,12 +36,23 @@ const HELP: &str = "\
 /stats           speed of the last answer
 /memory          the memory plan, and what experts do
 /exit            end (or Ctrl-D)
-A line that ends with \\ goes on; so does text between two lines of \"\"\".";
+A line that ends with \\ goes on; so does text between two lines of \"\"\".
+Ctrl-C stops an answer, and drops a message of several lines that was begun.";
+
+/// What somebody did at a prompt.
+pub enum Line {
+    /// Wrote a line, here without its newline.
+    Text(String),
+    /// Pressed Ctrl-C.
+    Interrupted,
+    /// Said that there are no more lines.
+    End,
+}
 
 /// Where lines come from.
 pub trait Input {
-    /// A line without its newline. None: there are no more.
-    fn line(&mut self, prompt: &str) -> anyhow::Result<Option<String>>;
+    /// What comes next.
+    fn line(&mut self, prompt: &str) -> anyhow::Result<Line>;
 }
 
 /// One answer at a time, and no HTTP.
@@ -115,20 +126,18 @@ impl Drop for Editor {
 }
 
 impl Input for Editor {
-    fn line(&mut self, prompt: &str) -> anyhow::Result<Option<String>> {
+    fn line(&mut self, prompt: &str) -> anyhow::Result<Line> {
         use rustyline::error::ReadlineError;
-        loop {
-            match self.editor.readline(prompt) {
-                Ok(line) => {
-                    if !line.trim().is_empty() {
-                        let _ = self.editor.add_history_entry(&line);
-                    }
-                    return Ok(Some(line));
+        match self.editor.readline(prompt) {
+            Ok(line) => {
+                if !line.trim().is_empty() {
+                    let _ = self.editor.add_history_entry(&line);
                 }
-                Err(ReadlineError::Eof) => return Ok(None),
-                Err(ReadlineError::Interrupted) => note!("(Ctrl-D or /exit ends)"),
-                Err(error) => return Err(error).context("the terminal"),
+                Ok(Line::Text(line))
             }
+            Err(ReadlineError::Eof) => Ok(Line::End),
+            Err(ReadlineError::Interrupted) => Ok(Line::Interrupted),
+            Err(error) => Err(error).context("the terminal"),
         }
     }
 }
@@ -243,13 +252,14 @@ impl<W: Write> Chat<W> {
         };
         let (mut content, mut reasoning) = (String::new(), String::new());
         loop {
+            // Also while there is always more to say than was written: a terminal may be slow.
+            if self.cancel.swap(false, Ordering::Relaxed) {
+                write!(self.out, " (stopped)")?;
+                break;
+            }
             let said = match talk.heard() {
                 Err(()) => break,
                 Ok(None) => {
-                    if self.cancel.swap(false, Ordering::Relaxed) {
-                        write!(self.out, " (stopped)")?;
-                        break;
-                    }
                     std::thread::sleep(Duration::from_millis(5));
                     continue;
                 }
@@ -336,27 +346,42 @@ fn file(name: &str) -> anyhow::Result<&Path> {
     }
 }
 
-/// A message of one line or several.
+/// A message of one line or several. Ctrl-C drops what was begun; the end of lines sends it.
 fn message(input: &mut impl Input) -> anyhow::Result<Option<String>> {
     const QUOTES: &str = "\"\"\"";
-    let Some(first) = input.line("> ")? else { return Ok(None) };
-    if let Some(rest) = first.trim().strip_prefix(QUOTES) {
-        let mut text = rest.to_owned();
-        loop {
-            if let Some(whole) = text.trim_end().strip_suffix(QUOTES) {
-                return Ok(Some(whole.to_owned()));
+    'begin: loop {
+        let first = match input.line("> ")? {
+            Line::Text(line) => line,
+            Line::End => return Ok(None),
+            Line::Interrupted => {
+                note!("(Ctrl-D or /exit ends)");
+                continue;
             }
-            let Some(line) = input.line("... ")? else { return Ok(Some(text)) };
-            text.push('\n');
-            text.push_str(&line);
+        };
+        let quoted = first.trim().strip_prefix(QUOTES).map(str::to_owned);
+        let (is_quoted, mut text) = (quoted.is_some(), quoted.unwrap_or(first));
+        loop {
+            // What there is if it ends here, or what the next line follows.
+            let begun = match is_quoted {
+                true => match text.trim_end().strip_suffix(QUOTES) {
+                    Some(whole) => return Ok(Some(whole.to_owned())),
+                    None => text.as_str(),
+                },
+                false => match text.strip_suffix('\\') {
+                    None => return Ok(Some(text)),
+                    Some(begun) => begun,
+                },
+            };
+            match input.line("... ")? {
+                Line::Text(line) => text = format!("{begun}\n{line}"),
+                Line::End => return Ok(Some(begun.to_owned())),
+                Line::Interrupted => {
+                    note!("(dropped)");
+                    continue 'begin;
+                }
+            }
         }
     }
-    let mut text = first;
-    while let Some(begun) = text.strip_suffix('\\') {
-        let next = input.line("... ")?.unwrap_or_default();
-        text = format!("{begun}\n{next}");
-    }
-    Ok(Some(text))
 }
 
 #[cfg(test)]
@@ -365,11 +390,16 @@ mod tests {
     use clap::Parser;
     use std::collections::VecDeque;
 
+    /// Lines; Ctrl-C is written as `^C`.
     struct Script(VecDeque<&'static str>);
 
     impl Input for Script {
-        fn line(&mut self, _: &str) -> anyhow::Result<Option<String>> {
-            Ok(self.0.pop_front().map(str::to_owned))
+        fn line(&mut self, _: &str) -> anyhow::Result<Line> {
+            Ok(match self.0.pop_front() {
+                None => Line::End,
+                Some("^C") => Line::Interrupted,
+                Some(line) => Line::Text(line.to_owned()),
+            })
         }
     }
 
@@ -386,6 +416,20 @@ mod tests {
             got.push(text);
         }
         assert_eq!(got, ["one", "two\nlines", "a\nb\nc", "d"]);
+    }
+
+    /// Ctrl-C leaves a message of several lines, of either kind, and is no end at the prompt.
+    #[test]
+    fn an_interruption_drops_what_was_begun() {
+        let block = ["\"\"\"", "never", "^C", "one", "two \\", "^C", "^C", "\"\"\"a", "b\"\"\""];
+        let begun = ["\"\"\"c", "d"];
+        let mut input = script(&[block.as_slice(), &begun].concat());
+        let mut got = Vec::new();
+        while let Some(text) = message(&mut input).unwrap() {
+            got.push(text);
+        }
+        assert_eq!(got, ["one", "a\nb", "c\nd"]);
+        assert_eq!(message(&mut script(&["one\\"])).unwrap().unwrap(), "one");
     }
 
     #[test]
