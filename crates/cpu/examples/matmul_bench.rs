@@ -4,7 +4,7 @@
 //!
 //! GEMV runs over enough matrices to come from memory and is printed in GB/s of weights and as a share of a plain
 //! read of memory by the same threads; GEMM over 256 rows of one in GMAC/s and as a share of what `vpdpbusd` (or f32 FMA)
-//! alone reaches. Shape 2880 x 2880. The hash is of all outputs: it is the same for every level and thread count.
+//! alone reaches. Behind them, what 2 to 32 rows from memory take in times of one row. Shape 2880 x 2880. The hash is of all outputs: it is the same for every level and thread count.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -14,6 +14,8 @@ use forebay_cpu::{Level, Pool};
 use forebay_quant::{Format, MatrixView, PlaneView, Q8Rows};
 
 const N: usize = 2880;
+/// Rows of a speculated block, of a few sequences, of an expert in a batch.
+const FEW: [usize; 8] = [2, 3, 4, 5, 8, 12, 16, 32];
 
 fn main() {
     let (mut threads, mut level, mut gemm_rows, mut toy) = (1, Level::best(), 128, false);
@@ -40,8 +42,14 @@ fn main() {
         float_peak / 1e9
     );
     println!(
-        "{:24}{:>10}{:>9}{:>10}{:>12}{:>9}  hash",
-        "", "GEMV GB/s", "of read", "in cache", "GEMM GMAC/s", "of peak"
+        "{:24}{:>10}{:>9}{:>10}{:>12}{:>9}{:>40}  hash",
+        "",
+        "GEMV GB/s",
+        "of read",
+        "in cache",
+        "GEMM GMAC/s",
+        "of peak",
+        "2, 3, 4, 5, 8, 12, 16, 32 rows"
     );
     for &format in Format::all() {
         let name = format.name();
@@ -55,10 +63,11 @@ fn main() {
             // Rows of K and IQ formats are whole super-blocks.
             let cols = N.next_multiple_of(format.block_elements());
             let bench = Bench { pool: &pool, level, format, cols, q8, bytes, gemm_rows, toy };
-            let ([gemv, cached], gemm, hash) = bench.run();
+            let ([gemv, cached], few, gemm, hash) = bench.run();
+            let few: String = few.iter().map(|t| format!("{t:5.2}")).collect();
             let peak = threads as f64 * if q8 { int_peak } else { float_peak };
             println!(
-                "{:24}{:10.1}{:8.0}%{:10.1}{:12.0}{:8.0}%  {hash:016x}",
+                "{:24}{:10.1}{:8.0}%{:10.1}{:12.0}{:8.0}%{few}  {hash:016x}",
                 format!(
                     "{name} {}{}",
                     if q8 { "q8" } else { "f32" },
@@ -86,8 +95,9 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Bytes per second of GEMV from memory and from cache, multiply-adds per second of GEMM, hash of the outputs.
-    fn run(&self) -> ([f64; 2], f64, u64) {
+    /// Bytes per second of GEMV from memory and from cache, times of few rows over that of one, multiply-adds
+    /// per second of GEMM, hash of the outputs.
+    fn run(&self) -> ([f64; 2], [f64; FEW.len()], f64, u64) {
         let one = self.format.matrix_bytes(N, self.cols).expect("shape") as usize;
         let count = (self.bytes / one).max(1);
         let layouts = self.format.planes();
@@ -120,12 +130,12 @@ impl Bench<'_> {
             MatrixView::new(self.format, N, self.cols, &planes).expect("shape")
         };
         let views: Vec<MatrixView<'_>> = (0..count).map(view).collect();
-        let x: Vec<f32> = (0..self.gemm_rows * self.cols)
-            .map(|i| ((i * 37 % 255) as f32 - 127.0) / 64.0)
-            .collect();
-        let mut q = Q8Rows::new(self.gemm_rows, self.cols, self.format.act_order());
-        pack_rows(self.pool, self.level, &x, self.cols, self.gemm_rows, &mut q);
-        let mut out = vec![0.0f32; self.gemm_rows * N];
+        let rows = self.gemm_rows.max(FEW[FEW.len() - 1]);
+        let x: Vec<f32> =
+            (0..rows * self.cols).map(|i| ((i * 37 % 255) as f32 - 127.0) / 64.0).collect();
+        let mut q = Q8Rows::new(rows, self.cols, self.format.act_order());
+        pack_rows(self.pool, self.level, &x, self.cols, rows, &mut q);
+        let mut out = vec![0.0f32; rows * N];
         let mut hash = 0u64;
         let mut run = |weight: &MatrixView<'_>, rows: usize| {
             let input =
@@ -140,11 +150,19 @@ impl Bench<'_> {
         // Each matrix is timed by itself, and of the times a low percentile counts: other work on the machine
         // would otherwise be measured along.
         let mut gemv = Vec::new();
+        let mut few = [const { Vec::new() }; FEW.len()];
         for _ in 0..if self.toy { 1 } else { 4 } {
             for view in &views {
                 let start = Instant::now();
                 run(view, 1);
                 gemv.push(start.elapsed().as_secs_f64());
+            }
+            for (times, rows) in few.iter_mut().zip(FEW) {
+                for view in &views[..views.len().div_ceil(2)] {
+                    let start = Instant::now();
+                    run(view, rows);
+                    times.push(start.elapsed().as_secs_f64());
+                }
             }
         }
         // 64 features fit the second-level cache: what decode and dot products cost by themselves.
@@ -176,7 +194,9 @@ impl Bench<'_> {
         }
         let macs = (256 * self.cols * self.gemm_rows) as f64;
         let small = one as f64 * 64.0 / N as f64;
-        ([one as f64 / low(gemv), small / low(cached)], macs / low(gemm), hash)
+        let gemv = low(gemv);
+        let few = few.map(|times| low(times) / gemv);
+        ([one as f64 / gemv, small / low(cached)], few, macs / low(gemm), hash)
     }
 }
 

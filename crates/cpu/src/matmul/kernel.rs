@@ -14,6 +14,8 @@ use super::job::Tile;
 
 /// Activation rows between two decodings of the same weights.
 const ROWS: usize = 32;
+/// So many rows and fewer are not worth the blocks of [`many_rows`]: weights from memory cost more than they do.
+const FEW: usize = 8;
 /// Output features whose lane sums are kept at once.
 const FEATURES: usize = 16;
 /// How many bytes ahead weights are prefetched, at least; in whole features, because what is read next is the
@@ -101,6 +103,9 @@ pub(super) unsafe fn tile<I: Isa, D: Decoder<I>, const ONE: usize, const MANY: u
         let rows = tile.job.rows;
         if rows.len() == 1 {
             return one_row::<I, D, ONE>(decoder, tile, q.row(rows.get(0).0), rows.get(0).1);
+        }
+        if rows.len() <= FEW {
+            return few_rows::<I, D>(decoder, tile, q);
         }
         for row0 in (0..rows.len()).step_by(ROWS) {
             many_rows::<I, D, MANY>(decoder, tile, q, row0, (rows.len() - row0).min(ROWS));
@@ -253,6 +258,45 @@ fn groups_of<I: Isa, D: Decoder<I>>(cols: usize) -> (usize, usize) {
     (cols / GROUP, if D::TAIL { cols % GROUP / BLOCK } else { 0 })
 }
 
+/// Where the features of a vector lie, and those that are read `by` features later, maybe in the tile behind this one.
+struct Stream<'a> {
+    weight: &'a MatrixView<'a>,
+    end: usize,
+    next: Option<(&'a MatrixView<'a>, usize)>,
+    by: usize,
+}
+
+impl<'a> Stream<'a> {
+    fn new(tile: &Tile<'a>, by: usize) -> Stream<'a> {
+        Stream { weight: &tile.job.weight, end: tile.features.end, next: tile.next, by }
+    }
+
+    /// For vectors that are read one after the other.
+    fn by_vectors(tile: &Tile<'a>) -> Stream<'a> {
+        let weight = &tile.job.weight;
+        let row_bytes: usize = (0..weight.n_planes()).map(|p| weight.row_bytes(p)).sum();
+        let [least, most] = AHEAD_FEATURES;
+        let by = AHEAD.div_ceil(row_bytes.max(1)).clamp(least, most).next_multiple_of(2);
+        Stream::new(tile, by)
+    }
+
+    #[inline(always)]
+    fn here<I: Isa>(&self, first: usize) -> Features {
+        Features::new::<I>(self.weight, first, self.end)
+    }
+
+    #[inline(always)]
+    fn ahead<I: Isa>(&self, first: usize) -> Features {
+        let first = first + self.by;
+        match self.next {
+            Some((next, start)) if first >= self.end => {
+                Features::new::<I>(next, start + first - self.end, next.rows())
+            }
+            _ => Features::new::<I>(self.weight, first, self.end),
+        }
+    }
+}
+
 /// One activation row: the weights stream through, lane sums stay in registers.
 #[inline(always)]
 unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
@@ -262,25 +306,17 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
     out_row: usize,
 ) {
     let weight = &tile.job.weight;
-    let (bytes, end) = (weight.format().group_bytes(), tile.features.end);
+    let bytes = weight.format().group_bytes();
     let (whole, rest) = groups_of::<I, D>(weight.cols());
+    let stream = Stream::by_vectors(tile);
     // SAFETY: groups lie within the rows, activations have as many.
     unsafe {
-        let row_bytes: usize = (0..weight.n_planes()).map(|p| weight.row_bytes(p)).sum();
-        let [least, most] = AHEAD_FEATURES;
-        let ahead_by = AHEAD.div_ceil(row_bytes.max(1)).clamp(least, most).next_multiple_of(2);
         for f0 in tile.features.clone().step_by(NV * I::ROWS) {
             let mut ptrs = [Features { planes: [[std::ptr::null(); 2]; 3] }; NV];
             let mut ahead = ptrs;
             for v in 0..NV {
-                ptrs[v] = Features::new::<I>(weight, f0 + v * I::ROWS, end);
-                let f = f0 + ahead_by + v * I::ROWS;
-                ahead[v] = match tile.next {
-                    Some((next, first)) if f >= end => {
-                        Features::new::<I>(next, first + f - end, next.rows())
-                    }
-                    _ => Features::new::<I>(weight, f, end),
-                };
+                ptrs[v] = stream.here::<I>(f0 + v * I::ROWS);
+                ahead[v] = stream.ahead::<I>(f0 + v * I::ROWS);
             }
             let mut acc = [I::zero(); NV];
             for g in 0..whole {
@@ -298,6 +334,41 @@ unsafe fn one_row<I: Isa, D: Decoder<I>, const NV: usize>(
             }
             for v in 0..NV {
                 write::<I>(tile, out_row, f0 + v * I::ROWS, acc[v]);
+            }
+        }
+    }
+}
+
+/// As many activation rows as a speculated block or a few sequences have: the weights stream through as for one row,
+/// each group is decoded once, and the lane sums of one vector of features wait in the nearest cache.
+#[inline(always)]
+unsafe fn few_rows<I: Isa, D: Decoder<I>>(decoder: &D, tile: &Tile<'_>, q: &Q8Rows) {
+    let (weight, rows) = (&tile.job.weight, tile.job.rows);
+    let (n, bytes) = (rows.len().min(FEW), weight.format().group_bytes());
+    let (whole, rest) = groups_of::<I, D>(weight.cols());
+    let a: [*const Q8Group; FEW] =
+        std::array::from_fn(|r| q.row(rows.get(r.min(n - 1)).0).as_ptr());
+    let stream = Stream::by_vectors(tile);
+    // SAFETY: as `one_row`.
+    unsafe {
+        for first in tile.features.clone().step_by(I::ROWS) {
+            let (ptrs, ahead) = (stream.here::<I>(first), stream.ahead::<I>(first));
+            let mut acc = [I::zero(); FEW];
+            for g in 0..whole {
+                prefetch::<I, D>(ahead.group(g, bytes));
+                let w = decoder.decode(ptrs.group(g, bytes));
+                for (a, acc) in a.iter().zip(&mut acc[..n]) {
+                    *acc = add_group(decoder, &w, a.add(g), *acc);
+                }
+            }
+            if rest > 0 {
+                let w = ptrs.decode_tail(decoder, weight, bytes, rest);
+                for (a, acc) in a.iter().zip(&mut acc[..n]) {
+                    *acc = add_group(decoder, &w, a.add(whole), *acc);
+                }
+            }
+            for (r, acc) in acc[..n].iter().enumerate() {
+                write::<I>(tile, rows.get(r).1, first, *acc);
             }
         }
     }
@@ -352,6 +423,7 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
     let mut sums = MaybeUninit::<Sums>::uninit();
     let sums = sums.as_mut_ptr().cast::<f32>();
     let width = I::ROWS * LANES;
+    let stream = Stream::new(tile, FEATURES);
     // SAFETY: groups lie within the rows, activations have as many; `sums` has room for
     // FEATURES * LANES floats for each row; what the first group writes the others read.
     unsafe {
@@ -363,6 +435,8 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
             }
             let ptrs: [Features; FEATURES] =
                 std::array::from_fn(|v| Features::new::<I>(weight, f0 + v * I::ROWS, end));
+            let ahead: [Features; FEATURES] =
+                std::array::from_fn(|v| stream.ahead::<I>(f0 + v * I::ROWS));
             // A last group of one or two blocks has a shorter way.
             let folds = I::FOLDS && D::TAIL && !D::FACTS.halves && (1..=2).contains(&rest);
             for g in 0..whole + (rest > 0 && !folds) as usize {
@@ -370,6 +444,9 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                     let mut w = [MaybeUninit::<Decoded<I>>::uninit(); NV];
                     for v in 0..NV {
                         let p = &ptrs[sub * NV + v];
+                        if row0 == 0 {
+                            prefetch::<I, D>(ahead[sub * NV + v].group(g, bytes));
+                        }
                         w[v].write(if !D::TAIL || g < whole {
                             decoder.decode(p.group(g, bytes))
                         } else {
