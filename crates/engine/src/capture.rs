@@ -124,6 +124,10 @@ impl Capture {
         program: &Program,
     ) -> Result<Capture, EngineError> {
         let places = places(&wanted, program)?;
+        // Said before anything is computed: what was captured could not be put there.
+        if out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/") {
+            return Err(fault(out, std::io::ErrorKind::IsADirectory.into()));
+        }
         let mut name = out.file_name().unwrap_or_default().to_owned();
         name.push(".spool");
         let spool_path = out.with_file_name(name);

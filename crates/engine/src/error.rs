@@ -78,7 +78,9 @@ pub enum EngineError {
         vocab: usize,
     },
     /// NaN where a number must be.
-    #[error("NaN in the logits at position {position}: the weights are damaged")]
+    #[error(
+        "NaN in the logits at position {position}: the weights are damaged, or steering is too strong"
+    )]
     LogitNan {
         /// Position in the sequence.
         position: usize,

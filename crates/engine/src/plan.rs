@@ -14,7 +14,7 @@ use crate::device::DevicePlan;
 use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
-use crate::speculate::{MOST_TOKENS, setup};
+use crate::speculate::{DrafterChoice, MOST_TOKENS, setup};
 use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
 
 const MIB: u64 = 1 << 20;
@@ -123,6 +123,16 @@ impl PlanInput<'_> {
                      --contexts, a shorter --context or a smaller --kv lowers it"
                 ),
             };
+            let drafter = match &self.options.speculate.drafter {
+                DrafterChoice::Off => String::new(),
+                drafter => {
+                    let alone = self.draft.map(|draft| human(draft.draft_bytes(context)));
+                    let alone =
+                        alone.map_or(String::new(), |n| format!(", the draft model takes {n}"));
+                    format!("; so does --speculate off in place of {}{alone}", drafter.name())
+                }
+            };
+            let advice = advice + &drafter;
             let minimum = self.minimum_as_asked(context);
             return Err(EngineError::BudgetTooSmall { budget, minimum, advice });
         };

@@ -831,6 +831,10 @@ pub struct SameArgs {
     /// Tokens to generate after the prompt.
     #[arg(long, default_value_t = 8, value_name = "N")]
     pub tokens: usize,
+    /// Compare whole answers of up to N tokens as well, as clients get them: with each drafter, over draft lengths and places of
+    /// experts, greedy and drawn, free, ended by a stop and held by a grammar.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub answers: usize,
     /// One JSON document on stdout.
     #[arg(long)]
     pub json: bool,

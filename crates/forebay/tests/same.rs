@@ -28,6 +28,40 @@ fn same(model_name: &str, prompt: usize, n: usize, options: &[&str]) -> (u64, St
     (report["combinations"].as_u64().unwrap(), report["hash"].as_str().unwrap().to_string())
 }
 
+/// Answers as clients get them, with every drafter that a model can have: free ones, ones that a stop ends and ones that a grammar
+/// holds, greedy and drawn, resident, streamed through few slots, mapped.
+#[test]
+fn answers_with_drafters() {
+    let dflash = model("tiny-qwen3.5-moe-dflash");
+    let small = model(QWEN3_MOE);
+    let gemma4 = "tiny-gemma4-mlx4";
+    let qwen3_5 = "tiny-qwen3.5-moe/qwen3_5_moe-Q4_K_M.gguf";
+    // Drafters: none, ngram, mtp, and what is given.
+    for (name, options, drafters) in [
+        (GPT_OSS, &["--draft-model", small.to_str().unwrap()][..], 3),
+        (gemma4, &["--draft-model", small.to_str().unwrap()], 3),
+        (qwen3_5, &[], 3),
+        (qwen3_5, &["--speculate", "dflash", "--draft-model", dflash.to_str().unwrap()], 1),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let ids = ids_file(dir.path(), "ids.json", &prompt_ids(1, 40));
+        let best = Level::best().to_string();
+        let mut command = forebay();
+        command.args(["eval", "same", "--json", "--answers", "120", "--draft-tokens", "5"]);
+        command.args(["--chunk", "16", "--threads", "2", "--simd", &best]);
+        command.arg(model(name)).arg("--prompt-ids").arg(ids).args(options);
+        let report = json(&mut command);
+        assert_eq!(report["ok"], true, "{name} {options:?}: {}", report["different"]);
+        assert_eq!(report["answers"], drafters * ANSWERS * PLACES, "{name} {options:?}: {report}");
+        let drafts = &report["answer_drafts"];
+        assert!(drafts["right"].as_u64() > Some(100), "{name} {options:?}: {drafts}");
+        assert!(drafts["wrong"].as_u64() > Some(100), "{name} {options:?}: {drafts}");
+        assert!(report["rounds"].as_u64() > Some(0), "{report}");
+    }
+}
+
+const ANSWERS: u64 = 6;
+const PLACES: u64 = 4;
 const SLOTS_AND_RESIDENCIES: u64 = 6;
 const CHUNKS: u64 = 4;
 const THREADS: u64 = 3;

@@ -16,7 +16,8 @@ use forebay_engine::{
 };
 
 const QWEN3_5: &str = "tiny-qwen3.5-moe/qwen3_5_moe-Q4_K_M.gguf";
-const FAMILIES: [&str; 4] = [GPT_OSS, QWEN3_MOE, "tiny-gemma4-mlx4", QWEN3_5];
+const GEMMA4: &str = "tiny-gemma4-mlx4";
+const FAMILIES: [&str; 4] = [GPT_OSS, QWEN3_MOE, GEMMA4, QWEN3_5];
 
 fn off() -> SpeculateOptions {
     SpeculateOptions::default()
@@ -111,12 +112,15 @@ fn has_drafted(engine: &Engine, what: &str) {
 fn drafters(name: &str, recorded: &[u32]) -> Vec<DrafterChoice> {
     let mut all = vec![scripted(recorded), DrafterChoice::Ngram];
     match name {
-        QWEN3_5 => all.push(DrafterChoice::Mtp),
+        QWEN3_5 => {
+            all.push(DrafterChoice::Mtp);
+            all.push(DrafterChoice::Dflash(model("tiny-qwen3.5-moe-dflash")));
+        }
         // The tiny models share a tokenizer.
-        GPT_OSS => all.push(DrafterChoice::Model(model(QWEN3_MOE))),
+        GPT_OSS | GEMMA4 => all.push(DrafterChoice::Model(model(QWEN3_MOE))),
         // A draft model with recurrent layers.
         QWEN3_MOE => all.push(DrafterChoice::Model(model(QWEN3_5))),
-        _ => {}
+        _ => unreachable!("a family of this file"),
     }
     all
 }
@@ -151,12 +155,12 @@ fn streamed_answers_are_those_without_a_drafter() {
     let prompt = prompt(2, 90);
     for name in FAMILIES {
         for sampling in [SamplerParams::default(), drawn()] {
-            let plain = answer(&mut load(name, false, off()), &prompt, 120, &sampling);
+            let plain = answer(&mut load(name, false, off()), &prompt, 500, &sampling);
             let recorded = [prompt.clone(), tokens(&plain)].concat();
             for drafter in drafters(name, &recorded) {
                 let what = format!("{name} {} {sampling:?}", drafter.name());
                 let mut engine = load(name, true, always(drafter, 5));
-                assert!(answer(&mut engine, &prompt, 120, &sampling) == plain, "{what}");
+                assert!(answer(&mut engine, &prompt, 500, &sampling) == plain, "{what}");
             }
         }
     }

@@ -325,6 +325,7 @@ fn bad_vectors_are_refused_by_name() {
         (path("text").display().to_string(), 1, &["text"]),
         (path("none").display().to_string(), 1, &["none"]),
         (format!("{known}:layers=9-12"), 1, &["layers 9 to 12"]),
+        (format!("{known}:layers=2-12"), 1, &["layers 2 to 12", "layers 0 to 5"]),
         (format!("{known}:point=router"), 1, &["router", "attention or feed-forward"]),
         (format!("{known}:mode=double"), 2, &["double", "ablate"]),
     ] {
@@ -344,6 +345,7 @@ fn bad_vectors_are_refused_by_name() {
         ("feed-forward@6", "x", 3, &["layers 0 to 5"][..]),
         ("head", "x", 2, &["head", "router"]),
         ("router", "missing/x", 1, &["missing"]),
+        ("router", "new/", 1, &["new/", "is a directory"]),
     ] {
         let ran = output(
             forebay()

@@ -68,7 +68,9 @@ pub struct ExpertMatrices<'a> {
 #[non_exhaustive]
 pub enum BackendError {
     /// A number that must be finite is not.
-    #[error("NaN in the router logits of layer {layer}: the weights or the input are damaged")]
+    #[error(
+        "NaN in the router logits of layer {layer}: the weights or the input are damaged, or steering is too strong"
+    )]
     RouterNan {
         /// Layer in the model.
         layer: usize,

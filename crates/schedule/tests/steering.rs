@@ -11,7 +11,8 @@ use common::{Ear, Heard, MODELS, engine, job, prompt};
 use forebay_engine::prefix::Origin;
 use forebay_engine::tap::{Histogram, RoutingTap};
 use forebay_engine::{
-    Batch, Control, Engine, EngineOptions, Mode, SamplerParams, Sequence, SteerSource, Steering,
+    Batch, Control, DrafterChoice, Engine, EngineOptions, Mode, Prefetch, ResidencyChoice,
+    SamplerParams, Sequence, SpeculateOptions, SteerSource, Steering,
 };
 use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 
@@ -240,5 +241,79 @@ fn jobs_together_as_alone_and_all_their_choices_counted() {
         assert_eq!(together, counts, "{model}");
         let rows: u64 = counts[0].iter().sum();
         assert!(rows > 0);
+    }
+}
+
+/// A histogram and the router's guesses beside every mode: alone and in batches, resident, streamed and mapped, steered, and with
+/// drafters. Answers are the same, and every row of every pass is counted, those that are taken back among them.
+#[test]
+fn histogram_and_pilot_beside_every_mode() {
+    let drafts = |drafter| SpeculateOptions { drafter, tokens: Some(5), always: true };
+    for model in MODELS {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |sequences: usize, residency: ResidencyChoice, speculate: SpeculateOptions| {
+            let mut engine = steered(model, dir.path(), |o| {
+                o.sequences = sequences;
+                o.residency = residency;
+                o.slots_total = (residency == ResidencyChoice::Stream).then_some(40);
+                o.prefetch = Prefetch::On;
+                o.speculate = speculate.clone();
+            });
+            let what = format!("{model} {sequences} {residency:?} {}", speculate.drafter.name());
+            let kinds = kinds(&engine);
+            let moes: Vec<(usize, usize)> =
+                engine.program.moes.iter().map(|m| (m.n_experts, m.top_k)).collect();
+            let histogram = Histogram::new(moes.iter().map(|m| m.0));
+            let histogram = Arc::new(Mutex::new(histogram));
+            engine.tap(Box::new(Shared(histogram.clone())));
+            let options = SchedulerOptions { sequences, queue: 64, pace: Pace::Flowing };
+            let scheduler = Scheduler::start(engine, options).unwrap();
+            let mut waiting = Vec::new();
+            let mut heard = Vec::new();
+            for i in 0..4 {
+                let (ear, receiver) = Ear::new();
+                let mut ids = prompt(2, 40 + 9 * i);
+                ids[0] = 100 + i as u32;
+                let mut job = job(&ids, 60, SamplerParams::default(), ear);
+                job.steering = kinds[i].clone();
+                scheduler.submit(job).unwrap();
+                match sequences {
+                    1 => heard.push(receiver.recv_timeout(WAIT).unwrap()),
+                    _ => waiting.push(receiver),
+                }
+            }
+            heard.extend(waiting.into_iter().map(|w| w.recv_timeout(WAIT).unwrap()));
+            let stats = scheduler.with_engine(|engine| {
+                (engine.stats(), engine.speculation().map_or(0, |(_, counts, _)| counts.rounds))
+            });
+            let (stats, rounds) = stats.unwrap();
+            let counts = histogram.lock().unwrap().counts.clone();
+            // The draft block's experts are no layer's: of them nothing is counted.
+            let block = usize::from(speculate.drafter == DrafterChoice::Mtp);
+            for (counts, (_, top_k)) in counts.iter().zip(&moes).take(moes.len() - block) {
+                assert_eq!(counts.iter().sum::<u64>(), stats.rows * *top_k as u64, "{what}");
+            }
+            assert!(counts[moes.len() - block..].iter().flatten().all(|&n| n == 0), "{what}");
+            if residency == ResidencyChoice::Stream {
+                assert!(stats.store.guesses.guessed > 0, "{what}: nothing was guessed");
+            }
+            if speculate.drafter != DrafterChoice::Off {
+                assert!(rounds > 0, "{what}: nothing was drafted");
+            }
+            heard.into_iter().map(|h| (h.tokens, h.outcome)).collect::<Vec<_>>()
+        };
+        let want = run(1, ResidencyChoice::Resident, SpeculateOptions::default());
+        let mut modes = vec![
+            (4, ResidencyChoice::Resident, SpeculateOptions::default()),
+            (4, ResidencyChoice::Stream, SpeculateOptions::default()),
+            (4, ResidencyChoice::Mapped, SpeculateOptions::default()),
+            (1, ResidencyChoice::Stream, drafts(DrafterChoice::Ngram)),
+        ];
+        if model.contains("qwen3.5") {
+            modes.push((1, ResidencyChoice::Stream, drafts(DrafterChoice::Mtp)));
+        }
+        for (sequences, residency, speculate) in modes {
+            assert_eq!(run(sequences, residency, speculate), want, "{model} {residency:?}");
+        }
     }
 }

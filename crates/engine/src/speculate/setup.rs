@@ -158,7 +158,7 @@ impl Opened {
     }
 
     /// Bytes that it takes as a draft model.
-    fn draft_bytes(&self, context: usize) -> u64 {
+    pub(crate) fn draft_bytes(&self, context: usize) -> u64 {
         let (shape, _) = self.draft_shape(context);
         let CpuBytes { trunk, vectors, kv, state, scratch, draft } =
             CpuBackend::bytes(&self.program, &shape);

@@ -120,6 +120,18 @@ pub enum SteerError {
         /// Numbers that exist.
         expected: String,
     },
+    /// Layers that are asked for and that the model does not have.
+    #[error("{}: layers {first} to {last} are asked for, and this model has layers 0 to {}", file.display(), layers.saturating_sub(1))]
+    Range {
+        /// The file.
+        file: PathBuf,
+        /// First layer asked for.
+        first: usize,
+        /// Last layer asked for.
+        last: usize,
+        /// Layers of the model.
+        layers: usize,
+    },
     /// Two directions for one layer.
     #[error("{}: two tensors are directions for layer {layer}", file.display())]
     Twice {
@@ -351,6 +363,12 @@ impl Vector {
         }
         if !source.strength.is_finite() {
             return Err(SteerError::Strength { name: shown, found: source.strength });
+        }
+        if let Some((first, last)) = source.layers.as_ref().map(|r| (*r.start(), *r.end()))
+            && last >= shape.layers
+        {
+            let (file, layers) = (source.path.clone(), shape.layers);
+            return Err(SteerError::Range { file, first, last, layers });
         }
         let mut directions = file::read(&source.path, shape, source.layers.as_ref())?;
         if matches!(source.mode, Mode::Ablate | Mode::Clamp { .. }) {

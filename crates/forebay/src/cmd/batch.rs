@@ -69,6 +69,7 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         },
         pace: Pace::Full,
         steers_all: false,
+        quiet: false,
     };
     let (service, peak) = serve::service(&args.model, &args.sampling, load, None)?;
     let service = Arc::new(service);

@@ -63,6 +63,7 @@ const ALONE: serve::Load = serve::Load {
     room: Demand { max_body: None, connections: 0, constrained: 0 },
     pace: Pace::Flowing,
     steers_all: true,
+    quiet: false,
 };
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {

@@ -72,6 +72,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         },
         pace: Pace::Flowing,
         steers_all: false,
+        quiet: false,
     };
     let (mut service, loaded) = service(&args.model, &args.sampling, load, args.name)?;
     if args.log_prompts {
@@ -149,6 +150,8 @@ pub struct Load {
     pub pace: Pace,
     /// Whether steering vectors with a name act on requests that do not name them.
     pub steers_all: bool,
+    /// Whether nothing is said of the memory plan.
+    pub quiet: bool,
 }
 
 /// A model that answers many at once. The second value lives as long as peak memory is to be measured.
@@ -158,7 +161,7 @@ pub fn service(
     load: Load,
     name: Option<String>,
 ) -> anyhow::Result<(Service, Option<PeakSampler>)> {
-    let Load { parallel, contexts, queue, room, pace, steers_all } = load;
+    let Load { parallel, contexts, queue, room, pace, steers_all, quiet } = load;
     let loaded = model::load_with(model, |options, tokenizer| {
         options.sequences = parallel;
         options.contexts = contexts;
@@ -206,7 +209,9 @@ pub fn service(
         false => steer.choose([]).map_err(EngineError::from)?,
     };
     let defaults = sampling.over(recommended.as_ref(), usual_sampling())?;
-    note!("{}", engine.plan.summary());
+    if !quiet {
+        note!("{}", engine.plan.summary());
+    }
     let options = SchedulerOptions { sequences: parallel, queue, pace };
     let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;
     scheduler.at_end(move |engine| warm.remember(engine));

@@ -3,7 +3,7 @@
 //!
 //! Three of four layers are gated delta nets, the others attention with an output gate and partial rotary
 //! embedding; norms are `1 + w` (GGUF and MLX files store the sum); routed models have a shared expert with
-//! a gate; a multi-token-prediction block may follow, which is read but not run.
+//! a gate; a multi-token-prediction block may follow, which drafts where it is asked to.
 
 use forebay_files::Catalog;
 
@@ -215,14 +215,14 @@ impl Reader<'_, '_> {
         Ok(FeedForward { dense: Some(shared), routed: Some(routed), post_norm: None })
     }
 
-    /// The block after the last layer in a GGUF, under `mtp.` in a folder.
+    /// The block after the last layer in a GGUF, under `mtp.` in a folder, or under `language_model.mtp.` as converters to MLX keep it.
     fn multi_token(&self) -> Result<Option<MultiToken>, ModelError> {
         let l = if self.cfg.is_gguf() { self.s.layers } else { 0 };
         let d = self.s.d;
-        self.w.within("mtp.", |w| {
-            if !w.has(MTP_FC, l) {
-                return Ok(None);
-            }
+        let prefixes = ["mtp.", "language_model.mtp."];
+        let there = prefixes.into_iter().find(|prefix| self.w.within(prefix, |w| w.has(MTP_FC, l)));
+        let Some(prefix) = there else { return Ok(None) };
+        self.w.within(prefix, |w| {
             Ok(Some(MultiToken {
                 fc: w.linear(MTP_FC, l, d, 2 * d)?,
                 embedding_norm: self.norm(MTP_EMBEDDING_NORM, l, d)?,
