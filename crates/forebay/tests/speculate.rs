@@ -135,6 +135,10 @@ fn resident_answers_are_those_without_a_drafter() {
             let recorded = [prompt.clone(), tokens(&plain)].concat();
             for drafter in drafters(name, &recorded) {
                 for length in lengths.clone() {
+                    // A block is whole whatever is wanted of it: two lengths tell.
+                    if matches!(drafter, DrafterChoice::Dflash(_)) && length % 4 != 0 {
+                        continue;
+                    }
                     let what = format!("{name} {} {length} {sampling:?}", drafter.name());
                     let mut engine = load(name, false, always(drafter.clone(), length));
                     let found = answer(&mut engine, &prompt, 500, &sampling);
@@ -155,12 +159,12 @@ fn streamed_answers_are_those_without_a_drafter() {
     let prompt = prompt(2, 90);
     for name in FAMILIES {
         for sampling in [SamplerParams::default(), drawn()] {
-            let plain = answer(&mut load(name, false, off()), &prompt, 500, &sampling);
+            let plain = answer(&mut load(name, false, off()), &prompt, 120, &sampling);
             let recorded = [prompt.clone(), tokens(&plain)].concat();
             for drafter in drafters(name, &recorded) {
                 let what = format!("{name} {} {sampling:?}", drafter.name());
                 let mut engine = load(name, true, always(drafter, 5));
-                assert!(answer(&mut engine, &prompt, 500, &sampling) == plain, "{what}");
+                assert!(answer(&mut engine, &prompt, 120, &sampling) == plain, "{what}");
             }
         }
     }
