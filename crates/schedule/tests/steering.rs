@@ -270,12 +270,12 @@ fn histogram_and_pilot_beside_every_mode() {
             let scheduler = Scheduler::start(engine, options).unwrap();
             let mut waiting = Vec::new();
             let mut heard = Vec::new();
-            for i in 0..4 {
+            for (i, steering) in kinds.iter().enumerate() {
                 let (ear, receiver) = Ear::new();
                 let mut ids = prompt(2, 40 + 9 * i);
                 ids[0] = 100 + i as u32;
                 let mut job = job(&ids, 60, SamplerParams::default(), ear);
-                job.steering = kinds[i].clone();
+                job.steering = steering.clone();
                 scheduler.submit(job).unwrap();
                 match sequences {
                     1 => heard.push(receiver.recv_timeout(WAIT).unwrap()),
