@@ -122,6 +122,7 @@ impl Opened {
             tensors: self.catalog.tensors.len(),
             steer_bytes: self.steer.bytes(),
             draft: self.draft.as_deref(),
+            block: self.block.as_deref(),
         }
     }
 }
@@ -440,7 +441,7 @@ impl Engine {
     /// Pages of the classes that a sequence takes at most while it grows to `positions`. Sequences whose sums stay
     /// within [`pages_for_all`](Self::pages_for_all) never lack one.
     pub fn pages_for(&self, positions: usize) -> Vec<usize> {
-        self.pages.pages_for(positions.min(self.plan.context), self.plan.chunk)
+        self.pages.pages_for(positions.min(self.plan.context), self.plan.shape.max_rows)
     }
 
     /// Pages of the classes that the plan has for sequences.

@@ -128,7 +128,7 @@ impl Engine {
     /// Rows per sequence, all bounds checked.
     fn check(&self, batch: &Batch, sequences: &[&mut Sequence]) -> Result<Vec<usize>, EngineError> {
         assert_eq!(batch.tokens.len(), batch.row_sequence.len(), "one sequence index per row");
-        assert!(batch.tokens.len() <= self.plan.chunk, "a batch is at most a chunk");
+        assert!(batch.tokens.len() <= self.plan.shape.max_rows, "more rows than were planned for");
         let vocab = self.spec.vocab_size;
         if let Some(&id) = batch.tokens.iter().find(|&&t| t as usize >= vocab) {
             return Err(EngineError::BadToken { id, vocab });

@@ -14,6 +14,7 @@ use crate::device::DevicePlan;
 use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
+use crate::speculate::setup::BlockFiles;
 use crate::speculate::{DrafterChoice, MOST_TOKENS, setup};
 use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
 
@@ -77,7 +78,7 @@ pub struct MemoryPlan {
     pub residency: Option<Residency>,
     /// Expert buffers in the pool (stream mode).
     pub slots: usize,
-    /// Most rows of a pass.
+    /// Most rows of a pass over a prompt. A pass that checks drafts may have more: `shape.max_rows`.
     pub chunk: usize,
     /// Positions of a sequence.
     pub context: usize,
@@ -105,6 +106,8 @@ pub struct PlanInput<'a> {
     pub steer_bytes: u64,
     /// A draft model.
     pub draft: Option<&'a Opened>,
+    /// A block drafter.
+    pub block: Option<&'a BlockFiles>,
 }
 
 impl PlanInput<'_> {
@@ -199,7 +202,7 @@ impl PlanInput<'_> {
                 minimum,
                 residency,
                 slots,
-                chunk: shape.max_rows,
+                chunk: chunk.min(context),
                 context,
                 contexts: self.options.contexts(),
                 shape,
@@ -267,22 +270,25 @@ impl PlanInput<'_> {
     fn fixed(&self, chunk: usize, context: usize) -> (Ledger, CpuShape) {
         let chunk = chunk.min(context);
         let o = self.options;
-        let (mut kv_pages, states) = sequence_memory(self.program, o, chunk, context);
+        // However small chunks are, there is room for a pass over drafts, and for a block of masks.
+        let block_rows = self.block.map_or(0, |block| block.drafter.block_size);
+        let max_rows = chunk.max(o.speculate.tape_rows().min(context)).max(block_rows);
+        let (mut kv_pages, states) = sequence_memory(self.program, o, max_rows, context);
         // What drafts follows one sequence; a block of masks comes behind it.
         let block = self.program.block_draft.as_ref().map(|_| MOST_TOKENS + 1);
         let beyond = self.program.draft.as_ref().map(|_| 0).or(block);
         kv_pages.extend(beyond.map(|rows| (context + rows).div_ceil(BLOCK)));
-        let tape_rows = o.speculate.tape_rows().min(chunk);
-        let shape = CpuShape { max_rows: chunk, kv_type: o.kv(), kv_pages, states, tape_rows };
+        let tape_rows = o.speculate.tape_rows().min(max_rows);
+        let shape = CpuShape { max_rows, kv_type: o.kv(), kv_pages, states, tape_rows };
         let CpuBytes { trunk, vectors, kv, state, scratch, draft } =
             CpuBackend::bytes(self.program, &shape);
-        let host = self.host_bytes(chunk);
+        let host = self.host_bytes(max_rows);
         let mut ledger = Ledger::default();
         ledger.add("trunk", trunk + vectors);
         ledger.add(KV_LINE, kv);
         ledger.add("recurrent state", state);
         ledger.add("scratch", scratch + host);
-        let drafter = setup::host_bytes(o, self.spec, self.draft, chunk, context);
+        let drafter = setup::host_bytes(o, self.spec, self.draft, max_rows, context);
         ledger.add(DRAFTER_LINE, draft + drafter);
         self.common(&mut ledger);
         (ledger, shape)

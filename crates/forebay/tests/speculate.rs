@@ -35,7 +35,16 @@ fn scripted(tokens: &[u32]) -> DrafterChoice {
 }
 
 fn load(name: &str, streamed: bool, speculate: SpeculateOptions) -> Engine {
-    let options = EngineOptions {
+    load_with(name, streamed, speculate, |_| {})
+}
+
+fn load_with(
+    name: &str,
+    streamed: bool,
+    speculate: SpeculateOptions,
+    adjust: impl FnOnce(&mut EngineOptions),
+) -> Engine {
+    let mut options = EngineOptions {
         residency: if streamed { ResidencyChoice::Stream } else { ResidencyChoice::Resident },
         slots_total: streamed.then_some(9),
         threads: Some(2),
@@ -44,6 +53,7 @@ fn load(name: &str, streamed: bool, speculate: SpeculateOptions) -> Engine {
         speculate,
         ..EngineOptions::default()
     };
+    adjust(&mut options);
     Engine::load(Opened::open(&model(name), options).unwrap(), &mut |_, _| {}).unwrap()
 }
 
@@ -135,8 +145,10 @@ fn resident_answers_are_those_without_a_drafter() {
             let recorded = [prompt.clone(), tokens(&plain)].concat();
             for drafter in drafters(name, &recorded) {
                 for length in lengths.clone() {
-                    // A block is whole whatever is wanted of it: two lengths tell.
-                    if matches!(drafter, DrafterChoice::Dflash(_)) && length % 4 != 0 {
+                    // Another model takes its time: two lengths tell.
+                    let has_model =
+                        matches!(drafter, DrafterChoice::Dflash(_) | DrafterChoice::Model(_));
+                    if has_model && length % 4 != 0 {
                         continue;
                     }
                     let what = format!("{name} {} {length} {sampling:?}", drafter.name());
@@ -166,6 +178,35 @@ fn streamed_answers_are_those_without_a_drafter() {
                 let mut engine = load(name, true, always(drafter, 5));
                 assert!(answer(&mut engine, &prompt, 120, &sampling) == plain, "{what}");
             }
+        }
+    }
+}
+
+/// Chunks of a prompt may be smaller than a draft, or than a block of masks: it drafts all the same, and as much.
+#[test]
+fn chunks_smaller_than_drafts() {
+    let prompt = prompt(1, 40);
+    for name in FAMILIES {
+        let plain = answer(&mut load(name, false, off()), &prompt, 60, &drawn());
+        let recorded = [prompt.clone(), tokens(&plain)].concat();
+        for drafter in drafters(name, &recorded) {
+            let mut counts = Vec::new();
+            for (chunk, streamed) in [(32, false), (3, true), (1, false)] {
+                let what = format!("{name} {} {chunk}", drafter.name());
+                let mut engine = load_with(name, streamed, always(drafter.clone(), 5), |o| {
+                    o.chunk = Some(chunk);
+                });
+                assert_eq!(engine.plan.chunk, chunk);
+                assert!(answer(&mut engine, &prompt, 60, &drawn()) == plain, "{what}");
+                let (_, found, _) = engine.speculation().unwrap();
+                counts.push((found.rounds, found.drafted, found.accepted));
+            }
+            assert!(counts[0].0 > 0, "{name} {}", drafter.name());
+            assert!(
+                counts.iter().all(|c| *c == counts[0]),
+                "{name} {}: {counts:?}",
+                drafter.name()
+            );
         }
     }
 }
@@ -393,6 +434,7 @@ fn the_smallest_budget_with_a_drafter() {
         assert!(peak <= budget, "{name} {options:?}: {peak:?} of {budget:?}");
         let drafter = &options[1];
         assert_eq!(stats["speculation"]["drafter"], drafter.as_str());
+        assert!(stats["speculation"]["rounds"].as_u64() > Some(0), "{}", stats["speculation"]);
     }
 }
 

@@ -151,12 +151,18 @@ impl Controller {
         };
     }
 
-    /// A round with `drafted` tokens, of which the first `right` were right.
-    pub fn round(&mut self, drafted: usize, right: usize, time: Duration) {
+    /// Of `drafted` tokens the first `right` were right; how long that took says nothing.
+    pub fn drafted(&mut self, drafted: usize, right: usize) {
         let drafted = drafted.min(self.most);
         for (k, odds) in self.odds[..drafted].iter_mut().enumerate().take(right + 1) {
             odds.add(k < right);
         }
+    }
+
+    /// A round with `drafted` tokens, of which the first `right` were right.
+    pub fn round(&mut self, drafted: usize, right: usize, time: Duration) {
+        self.drafted(drafted, right);
+        let drafted = drafted.min(self.most);
         self.rounds[drafted - 1].add(time.as_secs_f64());
         let (_, gain) = self.best();
         self.last_gain = (gain > 0.0).then_some(gain);

@@ -106,7 +106,7 @@ impl Drafter for Dflash {
         request: &mut DraftRequest<'_>,
     ) -> Result<(), EngineError> {
         let Some(&anchor) = request.tokens.last() else { return Ok(()) };
-        if self.rows.is_empty() || self.block_size > target.plan.chunk {
+        if self.rows.is_empty() {
             return Ok(());
         }
         let mut ids = vec![self.mask; self.block_size];

@@ -294,7 +294,7 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
 #[rstest]
 fn answers_do_not_depend_on_it(
     #[values(0.0, 0.8)] temperature: f32,
-    #[values(64, 16)] chunk: usize,
+    #[values(64, 16, 5)] chunk: usize,
 ) {
     let model = here("tiny-qwen3.5-moe/qwen3_5_moe-Q4_K_M.gguf");
     let drafter = here("tiny-qwen3.5-moe-dflash");

@@ -208,6 +208,13 @@ pub trait Drafter: Send {
         Ok(())
     }
 
+    /// Whether its next draft, after the computed `tokens`, reads first what it missed while it rested, or a prompt: then the time of
+    /// that round says nothing of those that follow.
+    fn lags(&self, tokens: &[u32]) -> bool {
+        let _ = tokens;
+        false
+    }
+
     /// Drafts what comes after `request.tokens`; nothing, where it has no idea.
     ///
     /// # Errors
@@ -256,9 +263,9 @@ impl Speculation {
     pub(crate) fn new(
         drafter: Box<dyn Drafter>,
         options: &SpeculateOptions,
-        chunk: usize,
+        max_rows: usize,
     ) -> Speculation {
-        let most = options.most().min(chunk.saturating_sub(1));
+        let most = options.most().min(max_rows.saturating_sub(1));
         let params = SamplerParams::default();
         Speculation {
             drafter,

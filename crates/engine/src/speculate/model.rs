@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::forward::{Batch, Control};
-use crate::speculate::{DraftRequest, Drafter};
+use crate::speculate::{DraftRequest, Drafter, MOST_TOKENS};
 use crate::state::Sequence;
 
 static NEVER: AtomicBool = AtomicBool::new(false);
@@ -57,6 +57,11 @@ impl DraftModel {
 impl Drafter for DraftModel {
     fn name(&self) -> &'static str {
         "draft"
+    }
+
+    fn lags(&self, tokens: &[u32]) -> bool {
+        let goes_on = tokens.starts_with(&self.computed);
+        !goes_on || tokens.len() - self.computed.len() > MOST_TOKENS + 1
     }
 
     fn draft(&mut self, _: &mut Engine, request: &mut DraftRequest<'_>) -> Result<(), EngineError> {

@@ -38,13 +38,13 @@ pub struct Mtp {
 
 impl Mtp {
     /// For a model with so many classes of keys and values besides the block's own.
-    pub fn new(d: usize, classes: usize, context: usize, chunk: usize) -> Mtp {
+    pub fn new(d: usize, classes: usize, context: usize, max_rows: usize) -> Mtp {
         let pages = context.div_ceil(forebay_cpu::attention::BLOCK) as u32;
         let mut tables = vec![Vec::new(); classes];
         tables.push((0..pages).collect());
         Mtp {
             rows: Vec::with_capacity(context),
-            waiting: Vec::with_capacity((chunk + WAITING) * d),
+            waiting: Vec::with_capacity((max_rows + WAITING) * d),
             waiting_from: 0,
             d,
             context,
@@ -53,8 +53,8 @@ impl Mtp {
     }
 
     /// Host memory that it takes.
-    pub fn host_bytes(d: usize, context: usize, chunk: usize) -> u64 {
-        ((chunk + WAITING) * d * 4 + chunk * d * 4 + context * 8) as u64
+    pub fn host_bytes(d: usize, context: usize, max_rows: usize) -> u64 {
+        ((max_rows + WAITING) * d * 4 + max_rows * d * 4 + context * 8) as u64
     }
 
     /// Index of the first token whose state was never shown.
@@ -67,7 +67,7 @@ impl Mtp {
         let mut last = 0;
         loop {
             let known = tokens.len().saturating_sub(self.waiting_from + 1);
-            let n = (self.waiting.len() / self.d).min(known).min(target.plan.chunk);
+            let n = (self.waiting.len() / self.d).min(known).min(target.plan.shape.max_rows);
             if n == 0 {
                 return Ok(last);
             }
@@ -109,6 +109,10 @@ impl Drafter for Mtp {
             self.run(target, rows.tokens)?;
         }
         Ok(())
+    }
+
+    fn lags(&self, _: &[u32]) -> bool {
+        self.waiting.len() / self.d > MOST_TOKENS + 1
     }
 
     fn draft(

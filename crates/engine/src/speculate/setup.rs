@@ -13,7 +13,7 @@ use crate::engine::{Engine, Opened};
 use crate::error::EngineError;
 use crate::options::{EngineOptions, ResidencyChoice};
 use crate::pilot::Prefetch;
-use crate::plan::{MemoryPlan, sequence_memory};
+use crate::plan::sequence_memory;
 use crate::speculate::dflash::Dflash;
 use crate::speculate::model::DraftModel;
 use crate::speculate::mtp::Mtp;
@@ -187,11 +187,11 @@ pub(crate) fn host_bytes(
     options: &EngineOptions,
     spec: &ModelSpec,
     draft: Option<&Opened>,
-    chunk: usize,
+    max_rows: usize,
     context: usize,
 ) -> u64 {
     let block = match runs_block(options) {
-        true => Mtp::host_bytes(spec.hidden_size, context, chunk),
+        true => Mtp::host_bytes(spec.hidden_size, context, max_rows),
         false => 0,
     };
     options.speculate.host_bytes(context) + block + draft.map_or(0, |d| d.draft_bytes(context))
@@ -204,9 +204,10 @@ pub(crate) fn build(
     (draft, beside): (Option<Box<Opened>>, Option<Box<BlockFiles>>),
     pool: &Arc<Pool>,
 ) -> Result<Option<Box<Speculation>>, EngineError> {
-    let MemoryPlan { context, chunk, .. } = engine.plan;
+    let context = engine.plan.context;
+    let max_rows = engine.plan.shape.max_rows;
     let classes = engine.program.kv_windows.len();
-    let block = || Box::new(Mtp::new(engine.spec.hidden_size, classes, context, chunk));
+    let block = || Box::new(Mtp::new(engine.spec.hidden_size, classes, context, max_rows));
     let drafter: Box<dyn Drafter> = match (&options.speculate.drafter, draft) {
         (DrafterChoice::Off | DrafterChoice::Auto, _) => return Ok(None),
         (DrafterChoice::Ngram, _) => Box::new(Ngram),
@@ -224,5 +225,5 @@ pub(crate) fn build(
             Box::new(Scripted::new(script.clone(), beside))
         }
     };
-    Ok(Some(Box::new(Speculation::new(drafter, &options.speculate, chunk))))
+    Ok(Some(Box::new(Speculation::new(drafter, &options.speculate, max_rows))))
 }

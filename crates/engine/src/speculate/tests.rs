@@ -302,6 +302,36 @@ fn last_logits(engine: &mut Engine, prompt: &[u32]) -> Vec<f32> {
     logits
 }
 
+/// The first draft of a draft model reads the prompt: that is not taken for what a round costs.
+#[test]
+fn what_a_drafter_missed_is_no_cost_of_a_round() {
+    let drafter = DrafterChoice::Model(model("tiny-qwen3-moe/qwen3_moe-Q4_K_M.gguf"));
+    let mut engine = load("tiny-gpt-oss", SpeculateOptions { drafter, ..Default::default() });
+    let mut sequence = engine.new_sequence();
+    engine.follow(&sequence, &[]);
+    let logits = Control::none(|c| engine.prefill(&mut sequence, &prompt(), c)).unwrap();
+    let mut token = argmax(&logits) as u32;
+    let params = SamplerParams::default();
+    let mut judged = Vec::new();
+    while judged.len() < 2 && sequence.len() < 128 {
+        let turn = Turn { token, params: &params, recent: &[], most: 8 };
+        let round = Control::none(|c| {
+            engine.round(&mut sequence, &turn, c, &mut |logits, _| {
+                token = argmax(logits) as u32;
+                Ok(Chosen::More(token))
+            })
+        })
+        .unwrap();
+        let chosen = round.chosen();
+        engine.settle(&mut sequence, round, chosen).unwrap();
+        let (_, counts, controller) = engine.speculation().unwrap();
+        if counts.rounds as usize > judged.len() {
+            judged.push(controller.gain().is_some());
+        }
+    }
+    assert_eq!(judged, [false, true]);
+}
+
 /// Tensors of a safetensors file: name, type, shape, bytes.
 type Tensors = Vec<(String, String, Vec<u64>, Vec<u8>)>;
 
