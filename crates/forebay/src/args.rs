@@ -3,6 +3,7 @@
 // Doc comments here are help texts: brackets in them are no links.
 #![allow(rustdoc::broken_intra_doc_links)]
 
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -125,7 +126,7 @@ pub enum EvalCommand {
     Perplexity(PerplexityArgs),
     /// Run one prompt over residencies, slots, chunks, threads and vector widths and compare all bits.
     ///
-    /// --residency, --chunk, --threads or --simd, when given, are not varied.
+    /// --residency, --slots, --chunk, --threads or --simd, when given, are not varied.
     #[command(after_help = "Example:\n  forebay eval same model/ --prompt \"Once upon a time\"")]
     Same(SameArgs),
 }
@@ -649,6 +650,15 @@ pub struct RunArgs {
     /// JSON lines on stdout: one per token, the last with statistics.
     #[arg(long)]
     pub json: bool,
+}
+
+impl RunArgs {
+    /// Whether it is a chat in the terminal: there is one, and nothing to answer is given.
+    pub fn is_chat(&self) -> bool {
+        let nothing_given = self.prompt.is_none() && self.prompt_ids.is_none();
+        let plain = self.capture.is_empty() && !self.json && !self.raw;
+        nothing_given && plain && std::io::stdin().is_terminal()
+    }
 }
 
 #[derive(Debug, Args)]

@@ -12,6 +12,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::args::Cli;
+use crate::failure;
+use crate::partners::{self, Given};
 
 /// Parses the command line over the configuration file. The error is the exit code to end with; what
 /// had to be said has been said.
@@ -31,7 +33,12 @@ pub fn parse() -> Result<Cli, ExitCode> {
         return Err(ExitCode::from(2));
     }
     let matches = command.try_get_matches().map_err(end)?;
-    Cli::from_arg_matches(&matches).map_err(end)
+    let given = Given::of(&matches);
+    let cli = Cli::from_arg_matches(&matches).map_err(end)?;
+    match partners::check(&cli, &given) {
+        Ok(()) => Ok(cli),
+        Err(error) => Err(failure::report(&error, cli.json())),
+    }
 }
 
 fn end(e: clap::Error) -> ExitCode {

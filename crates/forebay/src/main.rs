@@ -13,6 +13,7 @@ mod hub;
 mod measure;
 mod model;
 mod odd;
+mod partners;
 mod profile;
 mod taps;
 mod term;

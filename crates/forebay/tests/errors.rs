@@ -243,6 +243,61 @@ fn options(#[case] args: &[&str], #[case] code: i32, #[case] says: &[&str]) {
     fails(&mut command, code, says);
 }
 
+/// An option that means nothing without another is refused, and the other named.
+#[rstest]
+#[case("run", &["--draft-tokens", "4"], &["--draft-tokens", "--speculate"])]
+#[case("run", &["--draft-tokens", "4", "--speculate", "off"], &["--draft-tokens", "--speculate"])]
+#[case("run", &["--speculate-always"], &["--speculate-always", "--speculate"])]
+#[case("run", &["--slots", "4", "--residency", "mapped"], &["--slots", "--residency stream"])]
+#[case("run", &["--slots", "4", "--residency", "resident"], &["--slots", "--residency stream"])]
+#[case("run", &["--policy", "lru", "--residency", "resident"], &["--policy", "--residency stream"])]
+#[case("run", &["--io-depth", "4", "--residency", "mapped"], &["--io-depth", "--residency stream"])]
+#[case("run", &["--repeat-last-n", "9", "--temp", "0"], &["--repeat-last-n", "--repeat-penalty"])]
+#[case("inspect", &["--draft-tokens", "4"], &["--draft-tokens", "--speculate"])]
+#[case("plan", &["--draft-tokens", "4"], &["--draft-tokens", "--speculate"])]
+#[case("bench", &["--draft-tokens", "4"], &["--draft-tokens", "--speculate"])]
+#[case("bench", &["--scripted", "0.5", "--speculate", "ngram"], &["--speculate", "--scripted"])]
+#[case("bench", &["--scripted", "0.5", "--draft-model", "x"], &["--draft-model", "--scripted"])]
+#[case("serve", &["--draft-tokens", "4"], &["--draft-tokens", "--speculate"])]
+#[case("serve", &["--log-prompts", "--log-format", "off"], &["--log-prompts", "--log-format off"])]
+#[case("trace", &["--prompt", "x", "--speculate", "ngram"], &["--speculate", "trace"])]
+#[case("trace", &["--prompt", "x", "--backend", "cuda"], &["--backend", "GPU"])]
+#[case("tokenize", &["1,2", "--decode", "--special"], &["--special", "--decode"])]
+fn options_without_their_partner(
+    #[case] command: &str,
+    #[case] args: &[&str],
+    #[case] says: &[&str],
+) {
+    let with = |args: &[&str]| {
+        let mut all = forebay();
+        all.arg(command).arg(model(GPT_OSS)).args(args);
+        all
+    };
+    fails(&mut with(args), 2, &[says, &["does nothing"]].concat());
+}
+
+/// The same of `eval`, and what is told once for all commands is no fault of those that have no use for it.
+#[test]
+fn standing_settings_are_no_faults() {
+    let dir = tempdir().unwrap();
+    let ids = ids_file(dir.path(), "ids.json", &prompt_ids(0, 12));
+    let perplexity = || {
+        let mut command = forebay();
+        command.args(["eval", "perplexity", "--window", "12"]).args([&model(QWEN3_MOE), &ids]);
+        command
+    };
+    let says = ["--speculate", "nothing drafts"];
+    fails(perplexity().args(["--speculate", "ngram"]), 2, &says);
+    succeeds(perplexity().env("FOREBAY_SPECULATE", "ngram").env("FOREBAY_DRAFT_TOKENS", "3"));
+    let settings = dir.path().join("settings.toml");
+    std::fs::write(&settings, "draft-tokens = 3\nslots = 2\n").unwrap();
+    let standing = |more: &[&str]| {
+        let mut command = run(&model(QWEN3_MOE));
+        succeeds(command.env("FOREBAY_CONFIG", &settings).args(more))
+    };
+    assert_eq!(standing(&[]), standing(&["--residency", "mapped"]));
+}
+
 /// The parser's own complaints have several lines, the first of which names the option.
 #[rstest]
 #[case(&["run"], "<MODEL>")]
@@ -276,6 +331,7 @@ fn numbers_without_sense() {
     let huge = usize::MAX.to_string();
     for option in ["--slots", "--chunk", "--tokens", "--top-k", "--repeat-last-n", "--seed"] {
         let mut command = run(&model(QWEN3_MOE));
+        command.args(["--repeat-penalty", "1.2"]);
         // `--tokens` twice is an error of its own.
         if option == "--tokens" {
             command = forebay();

@@ -8,7 +8,7 @@ use forebay_cpu::{Level, Pool, peak};
 use forebay_engine::generate::Next;
 use forebay_engine::speculate::Script;
 use forebay_engine::{
-    Control, DrafterChoice, Engine, GenerateParams, Sampler, SamplerParams, Stats,
+    Control, DrafterChoice, Engine, EngineError, GenerateParams, Sampler, SamplerParams, Stats,
 };
 use forebay_store::Residency;
 
@@ -51,6 +51,9 @@ pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         return Err(usage(format!(
             "--depth, --prompt-tokens and --gen-tokens need a context of {needed} tokens, --context is {context}"
         )));
+    }
+    if args.trace.is_some() {
+        can_be_traced(&loaded.engine)?;
     }
     if args.profile {
         loaded.engine.profile()?;
@@ -151,6 +154,16 @@ fn sample(
     let middle = after_prompt.unwrap_or_else(|| after.clone());
     let sample = Sample::new(prompt.len(), &generated, [&before, &middle, &after]);
     Ok((sample, generated.tokens))
+}
+
+/// Refuses a trace that would hold nothing.
+fn can_be_traced(engine: &Engine) -> anyhow::Result<()> {
+    let instead = match (engine.program.moes.is_empty(), &engine.plan.device) {
+        (true, _) => "this model has no routed experts; leave it out",
+        (_, Some(_)) => "on a GPU choices of experts are not read back; give --backend cpu",
+        _ => return Ok(()),
+    };
+    Err(EngineError::Refused { what: "bench --trace".into(), instead: instead.into() }.into())
 }
 
 /// Ids without meaning, the same in every run.

@@ -67,6 +67,7 @@ pub fn run(args: GoldenArgs) -> anyhow::Result<ExitCode> {
         longest.filter(|n| *n > 0).ok_or_else(|| usage(format!("{shown} has no cases")))?;
     let mut loaded = model::load(&args.model, |o| {
         o.context.get_or_insert(longest);
+        o.speculate = Default::default();
     })?;
     let cancel = interruption();
     let bar = Bar::steps("comparing");

@@ -21,6 +21,7 @@ pub fn run(args: PerplexityArgs) -> anyhow::Result<ExitCode> {
     }
     let mut loaded = model::load(&args.model, |o| {
         o.context.get_or_insert(window);
+        o.speculate = Default::default();
     })?;
     let cancel = interruption();
     let (mut ids, begin) = match model::parse_ids(&text) {

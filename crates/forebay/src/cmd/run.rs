@@ -24,13 +24,7 @@ const LONG_TEXT_BYTES: usize = 32 << 10;
 
 pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     args.sampling.params(None)?;
-    let nothing_given = args.prompt.is_none() && args.prompt_ids.is_none();
-    if nothing_given
-        && args.capture.is_empty()
-        && !args.json
-        && !args.raw
-        && std::io::stdin().is_terminal()
-    {
+    if args.is_chat() {
         return crate::cmd::chat::run(args);
     }
     let text = prompt_text(&args)?;

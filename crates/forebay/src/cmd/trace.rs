@@ -13,7 +13,7 @@ use anyhow::Context;
 use forebay_engine::generate::Next;
 use forebay_engine::predict::Routed;
 use forebay_engine::tap::{Histogram, RoutingTap, TraceWriter};
-use forebay_engine::{Control, Engine, GenerateParams, Sampler, SamplerParams};
+use forebay_engine::{Control, Engine, GenerateParams, Sampler, SamplerParams, SpeculateOptions};
 use forebay_program::{Program, Routing};
 use forebay_store::{Policy, replay};
 use forebay_text::Specials;
@@ -107,8 +107,9 @@ fn record(args: TraceArgs) -> anyhow::Result<ExitCode> {
     let model = args.model.clone().expect("clap asks for it");
     let model = ModelArgs { model, yes: args.yes, options: args.options.clone() };
     let mut loaded = model::load(&model, |o| {
-        // On a GPU nothing is read back.
+        // On a GPU nothing is read back; rows of drafts that are taken back would be counted.
         o.backend = forebay_engine::BackendChoice::Cpu;
+        o.speculate = SpeculateOptions::default();
     })?;
     let program = loaded.engine.program.clone();
     if program.moes.is_empty() {

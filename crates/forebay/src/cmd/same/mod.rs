@@ -167,7 +167,10 @@ fn combinations(opened: &Opened, given: &Options, script: &Arc<Script>) -> Vec<C
     let all = opened.store.n_experts_total();
     let mut places = vec![(ResidencyChoice::Auto, None)];
     if layers > 0 {
-        let mut slots = vec![1, layers.max(2), all / 2, all];
+        let mut slots = match given.slots {
+            Some(n) => vec![n.saturating_mul(layers).min(all)],
+            None => vec![1, layers.max(2), all / 2, all],
+        };
         slots.retain(|s| *s >= 1);
         slots.dedup();
         places = slots.into_iter().map(|s| (ResidencyChoice::Stream, Some(s))).collect();
