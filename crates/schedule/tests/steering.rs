@@ -3,79 +3,19 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Ear, Heard, MODELS, engine, job, prompt};
+use common::{Ear, Heard, MODELS, job, kinds, prompt, steered};
 use forebay_engine::prefix::Origin;
 use forebay_engine::tap::{Histogram, RoutingTap};
 use forebay_engine::{
-    Batch, Control, DrafterChoice, Engine, EngineOptions, Mode, Prefetch, ResidencyChoice,
-    SamplerParams, Sequence, SpeculateOptions, SteerSource, Steering,
+    Batch, Control, DrafterChoice, Engine, Prefetch, ResidencyChoice, SamplerParams, Sequence,
+    SpeculateOptions, Steering,
 };
 use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 
 const WAIT: Duration = Duration::from_secs(120);
-/// All models here are as wide.
-const WIDTH: usize = 256;
-
-/// A file with a direction for each of the first four layers.
-fn vector(dir: &Path, name: &str, seed: u64) -> PathBuf {
-    let mut x = seed;
-    let mut next = || {
-        x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((x >> 40) as f32 / (1 << 24) as f32 - 0.5) * 4.0
-    };
-    let mut header = Vec::new();
-    let mut data = Vec::new();
-    for layer in 0..4 {
-        let start = data.len();
-        data.extend((0..WIDTH).flat_map(|_| next().to_le_bytes()));
-        header.push(format!(
-            r#""direction.{layer}":{{"dtype":"F32","shape":[{WIDTH}],"data_offsets":[{start},{}]}}"#,
-            data.len()
-        ));
-    }
-    let header = format!("{{{}}}", header.join(","));
-    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-    bytes.extend(header.as_bytes());
-    bytes.extend(data);
-    let path = dir.join(name);
-    std::fs::write(&path, bytes).unwrap();
-    path
-}
-
-/// Two vectors with names.
-fn steered(model: &str, dir: &Path, adjust: impl FnOnce(&mut EngineOptions)) -> Engine {
-    let a = SteerSource { name: Some("a".into()), ..SteerSource::new(vector(dir, "a", 1)) };
-    let b = SteerSource {
-        name: Some("b".into()),
-        mode: Mode::Ablate,
-        point: forebay_program::Point::Attention,
-        ..SteerSource::new(vector(dir, "b", 2))
-    };
-    let mut engine = engine(model, |o| {
-        o.steer = vec![a, b];
-        adjust(o);
-    });
-    engine.steer_by_default(None);
-    engine
-}
-
-/// No steering, and three kinds.
-fn kinds(engine: &Engine) -> Vec<Option<Arc<Steering>>> {
-    let choose = |chosen: &[(&'static str, Option<f32>)]| {
-        engine.steer_vectors().choose(chosen.iter().copied()).unwrap()
-    };
-    vec![
-        choose(&[]),
-        choose(&[("a", None)]),
-        choose(&[("b", Some(0.8)), ("a", Some(-0.5))]),
-        choose(&[("a", Some(1.5))]),
-    ]
-}
-
 fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|l| l.to_bits()).collect()
 }

@@ -1,12 +1,12 @@
 //! Bundled models, prompts, and a listener that writes down what it hears.
 #![allow(dead_code, reason = "each test uses its part")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 
 use forebay_engine::engine::Opened;
-use forebay_engine::{Engine, EngineOptions, SamplerParams};
+use forebay_engine::{Engine, EngineOptions, Mode, SamplerParams, SteerSource, Steering};
 use forebay_schedule::{Flow, Job, Listener, Outcome, Token, Usage};
 
 /// Windows and sinks; attention in all layers; recurrent layers.
@@ -52,6 +52,8 @@ pub struct Ear {
     pub heard: Arc<AtomicUsize>,
     /// Says stop after so many.
     pub stop_after: usize,
+    /// Is gone after so many.
+    pub gone_after: usize,
 }
 
 impl Ear {
@@ -63,6 +65,7 @@ impl Ear {
             gone: Arc::default(),
             heard: Arc::default(),
             stop_after: usize::MAX,
+            gone_after: usize::MAX,
         };
         (ear, receive)
     }
@@ -80,7 +83,7 @@ impl Listener for Ear {
     }
 
     fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::SeqCst)
+        self.gone.load(Ordering::SeqCst) || self.tokens.len() >= self.gone_after
     }
 }
 
@@ -97,4 +100,63 @@ pub fn job(prompt: &[u32], max_tokens: usize, sampling: SamplerParams, ear: Ear)
         constraint: None,
         listener: Box::new(ear),
     }
+}
+
+/// All models here are as wide.
+const WIDTH: usize = 256;
+
+/// A file with a direction for each of the first four layers.
+pub fn vector(dir: &Path, name: &str, seed: u64) -> PathBuf {
+    let mut x = seed;
+    let mut next = || {
+        x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((x >> 40) as f32 / (1 << 24) as f32 - 0.5) * 4.0
+    };
+    let mut header = Vec::new();
+    let mut data = Vec::new();
+    for layer in 0..4 {
+        let start = data.len();
+        data.extend((0..WIDTH).flat_map(|_| next().to_le_bytes()));
+        header.push(format!(
+            r#""direction.{layer}":{{"dtype":"F32","shape":[{WIDTH}],"data_offsets":[{start},{}]}}"#,
+            data.len()
+        ));
+    }
+    let header = format!("{{{}}}", header.join(","));
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend(data);
+    let path = dir.join(name);
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+/// Two vectors with names.
+pub fn steered(model: &str, dir: &Path, adjust: impl FnOnce(&mut EngineOptions)) -> Engine {
+    let a = SteerSource { name: Some("a".into()), ..SteerSource::new(vector(dir, "a", 1)) };
+    let b = SteerSource {
+        name: Some("b".into()),
+        mode: Mode::Ablate,
+        point: forebay_program::Point::Attention,
+        ..SteerSource::new(vector(dir, "b", 2))
+    };
+    let mut engine = engine(model, |o| {
+        o.steer = vec![a, b];
+        adjust(o);
+    });
+    engine.steer_by_default(None);
+    engine
+}
+
+/// No steering, and three kinds.
+pub fn kinds(engine: &Engine) -> Vec<Option<Arc<Steering>>> {
+    let choose = |chosen: &[(&'static str, Option<f32>)]| {
+        engine.steer_vectors().choose(chosen.iter().copied()).unwrap()
+    };
+    vec![
+        choose(&[]),
+        choose(&[("a", None)]),
+        choose(&[("b", Some(0.8)), ("a", Some(-0.5))]),
+        choose(&[("a", Some(1.5))]),
+    ]
 }
