@@ -39,7 +39,7 @@ pub use engine::Engine;
 pub use error::EngineError;
 pub use forward::{Batch, Control};
 pub use generate::{Finish, GenerateParams, Generated, TokenEvent};
-pub use options::{BackendChoice, EngineOptions, MemoryLimit, ResidencyChoice};
+pub use options::{BackendChoice, Contexts, EngineOptions, MemoryLimit, ResidencyChoice};
 pub use pilot::{PilotCounts, Prefetch};
 pub use plan::MemoryPlan;
 pub use sampler::{Sampler, SamplerParams};

@@ -47,6 +47,19 @@ pub enum ResidencyChoice {
     Resident,
 }
 
+/// Room for whole contexts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Contexts {
+    /// One for each sequence.
+    #[default]
+    Each,
+    /// So many, at most one for each sequence.
+    Exactly(usize),
+    /// As many as cost little of what experts have, at least one and at most one for each sequence. On a GPU, as
+    /// [`Contexts::Each`].
+    Fitting,
+}
+
 /// Options of a model to be opened.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
@@ -70,9 +83,9 @@ pub struct EngineOptions {
     pub context: Option<usize>,
     /// Sequences at once.
     pub sequences: usize,
-    /// Whole contexts that they have room for together; none: one for each. With fewer, it is for the caller to
-    /// begin no more than fit: see [`crate::Engine::pages_for`].
-    pub contexts: Option<usize>,
+    /// Whole contexts that they have room for together. With fewer than sequences, it is for the caller to begin no
+    /// more than fit: see [`crate::Engine::pages_for`].
+    pub contexts: Contexts,
     /// Beginnings kept for later requests that the memory plan has room for in any case.
     pub snapshots: usize,
     /// How files are read.
@@ -118,7 +131,7 @@ impl Default for EngineOptions {
             kv: None,
             context: None,
             sequences: 1,
-            contexts: None,
+            contexts: Contexts::Each,
             snapshots: 0,
             io: IoMode::Auto,
             io_engine: IoEngine::Auto,
@@ -141,7 +154,10 @@ impl Default for EngineOptions {
 impl EngineOptions {
     /// Whole contexts that there is room for, default filled in.
     pub fn contexts(&self) -> usize {
-        self.contexts.map_or(self.sequences, |n| n.clamp(1, self.sequences.max(1)))
+        match self.contexts {
+            Contexts::Exactly(n) => n.clamp(1, self.sequences.max(1)),
+            Contexts::Each | Contexts::Fitting => self.sequences,
+        }
     }
 
     /// The precision, default filled in.

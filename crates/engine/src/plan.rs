@@ -13,7 +13,7 @@ use forebay_store::{Residency, StoreSpec};
 use crate::device::DevicePlan;
 use crate::engine::Opened;
 use crate::error::EngineError;
-use crate::options::{EngineOptions, ResidencyChoice};
+use crate::options::{Contexts, EngineOptions, ResidencyChoice};
 use crate::speculate::setup::BlockFiles;
 use crate::speculate::{DrafterChoice, MOST_TOKENS, setup};
 use crate::state::{pages_per_sequence, pages_per_snapshot, state_slots};
@@ -113,17 +113,21 @@ pub struct PlanInput<'a> {
 impl PlanInput<'_> {
     /// The best plan within `budget`.
     pub fn plan(&self, budget: u64) -> Result<MemoryPlan, EngineError> {
+        if self.options.contexts == Contexts::Fitting {
+            return self.fitting(budget);
+        }
         let context = self.context()?;
         let Some(base) = self.plan_with(budget, context)? else {
             let kv = self.options.kv();
+            let bytes = self.fixed(1, context).0.get(KV_LINE);
             let advice = match self.options.contexts() {
                 1 => format!(
-                    "{context} tokens of context and {kv:?} keys and values; a shorter --context or a smaller --kv \
-                     lowers it"
+                    "{context} tokens of context, whose {kv:?} keys and values take {bytes} bytes; a shorter \
+                     --context or a smaller --kv lowers it"
                 ),
                 n => format!(
-                    "{n} times {context} tokens of context and {kv:?} keys and values; a smaller --parallel or \
-                     --contexts, a shorter --context or a smaller --kv lowers it"
+                    "{n} times {context} tokens of context, whose {kv:?} keys and values take {bytes} bytes; a \
+                     smaller --parallel or --contexts, a shorter --context or a smaller --kv lowers it"
                 ),
             };
             let drafter = match &self.options.speculate.drafter {
@@ -144,6 +148,26 @@ impl PlanInput<'_> {
         }
         for longer in LONGER_CONTEXTS.into_iter().filter(|&c| c <= self.spec.context_length) {
             if let Some(plan) = self.plan_with(budget, longer)?.filter(|p| p.costs_little(&base)) {
+                return Ok(MemoryPlan { minimum: base.minimum, ..plan });
+            }
+        }
+        Ok(base)
+    }
+
+    /// The plan with as much room for contexts as leaves experts most of what they have with room for one.
+    fn fitting(&self, budget: u64) -> Result<MemoryPlan, EngineError> {
+        let with = |contexts: usize, context: Option<usize>| {
+            let contexts = Contexts::Exactly(contexts);
+            let options = EngineOptions { contexts, context, ..self.options.clone() };
+            PlanInput { options: &options, ..*self }.plan(budget)
+        };
+        let base = with(1, self.options.context)?;
+        let halves = |n: &usize| (*n > 2).then(|| n.div_ceil(2));
+        for contexts in std::iter::successors(Some(self.options.sequences), halves) {
+            if contexts > 1
+                && let Ok(plan) = with(contexts, Some(base.context))
+                && plan.leaves_most(&base)
+            {
                 return Ok(MemoryPlan { minimum: base.minimum, ..plan });
             }
         }
@@ -375,6 +399,16 @@ impl MemoryPlan {
             (mine, others) => mine == others,
         };
         experts && self.chunk * 2 >= other.chunk && self.ledger.get(KV_LINE) <= self.budget / 8
+    }
+
+    /// Whether this plan, for more contexts, leaves experts most of what they have in another.
+    fn leaves_most(&self, other: &MemoryPlan) -> bool {
+        match (self.residency, other.residency) {
+            (Some(Residency::Stream { slots }), Some(Residency::Stream { slots: had })) => {
+                slots * 5 >= had * 4
+            }
+            (mine, others) => mine == others,
+        }
     }
 
     /// One line for people.

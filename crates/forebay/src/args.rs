@@ -891,11 +891,12 @@ pub struct ServeArgs {
     /// Name of the model; that of its file unless told.
     #[arg(long, env = "FOREBAY_NAME")]
     pub name: Option<String>,
-    /// Answers that are computed at once.
-    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N", default_value_t = 4)]
-    pub parallel: usize,
-    /// Whole contexts that the memory plan has room for; as many as --parallel unless told. Each answer takes room for
-    /// its prompt and the tokens that it asks for, so with fewer, many short ones still run at once.
+    /// Answers that are computed at once; 4 unless told.
+    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N")]
+    pub parallel: Option<usize>,
+    /// Whole contexts that the memory plan has room for; as many as --parallel, and if neither is told, as many as cost
+    /// experts little memory. Each answer takes room for its prompt and the tokens that it asks for, so with fewer,
+    /// many short ones still run at once.
     #[arg(long, env = "FOREBAY_CONTEXTS", value_name = "N")]
     pub contexts: Option<usize>,
     /// Requests that may wait; more are told to come again.
@@ -952,11 +953,11 @@ pub struct BatchArgs {
     pub input: PathBuf,
     /// Where the answers go, in the order of the requests.
     pub output: PathBuf,
-    /// Answers that are computed at once.
-    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N", default_value_t = 16)]
-    pub parallel: usize,
-    /// Whole contexts that the memory plan has room for; as many as --parallel unless told. With short requests,
-    /// few make room for many answers.
+    /// Answers that are computed at once; 16 unless told.
+    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N")]
+    pub parallel: Option<usize>,
+    /// Whole contexts that the memory plan has room for; as many as --parallel, and if neither is told, as many as cost
+    /// experts little memory. With short requests, few make room for many answers.
     #[arg(long, env = "FOREBAY_CONTEXTS", value_name = "N")]
     pub contexts: Option<usize>,
     #[command(flatten)]

@@ -2,13 +2,15 @@
 
 mod common;
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use common::{Ear, Heard, MODELS, engine, job, prompt};
 use forebay_engine::{EngineOptions, SamplerParams};
-use forebay_schedule::{Outcome, Pace, Refusal, Scheduler, SchedulerOptions};
+use forebay_schedule::{
+    Flow, Job, Listener, Outcome, Pace, Refusal, Scheduler, SchedulerOptions, Token, Usage,
+};
 
 const WAIT: Duration = Duration::from_secs(120);
 
@@ -99,7 +101,8 @@ fn short_answers_share_the_room_of_long_ones() {
             .map(|request| submit(&alone, request).recv_timeout(WAIT).unwrap())
             .collect();
         for contexts in [1, 2] {
-            let s = scheduler(model, 8, |o| o.contexts = Some(contexts));
+            let s =
+                scheduler(model, 8, |o| o.contexts = forebay_engine::Contexts::Exactly(contexts));
             let room = s.with_engine(|engine| engine.pages_for_all()).unwrap();
             let whole = s.with_engine(|engine| engine.pages_for(512)).unwrap();
             assert!(room.iter().zip(&whole).all(|(room, whole)| *room == whole * contexts));
@@ -237,6 +240,60 @@ fn who_leaves_is_let_go() {
         assert_eq!(engine.kept(), 0);
     })
     .unwrap();
+}
+
+/// Goes after it was asked so many times whether it is gone: once before each step.
+struct Leaves {
+    left: AtomicUsize,
+    send: std::sync::mpsc::Sender<(usize, Outcome)>,
+    tokens: usize,
+}
+
+impl Listener for Leaves {
+    fn token(&mut self, _: &Token) -> Flow {
+        self.tokens += 1;
+        Flow::Continue
+    }
+
+    fn done(self: Box<Self>, outcome: Outcome, _: Usage) {
+        let _ = self.send.send((self.tokens, outcome));
+    }
+
+    fn is_gone(&self) -> bool {
+        let left = self.left.load(Ordering::SeqCst);
+        self.left.store(left.saturating_sub(1), Ordering::SeqCst);
+        left == 0
+    }
+}
+
+/// Who leaves while its prompt is worked through is let go within a chunk, and the next begins.
+#[test]
+fn who_leaves_in_its_prompt_is_let_go() {
+    for model in MODELS {
+        let s = scheduler(model, 1, |o| o.chunk = Some(16));
+        let want = submit(&s, &(prompt(0, 12), 8, SamplerParams::default()));
+        let want = want.recv_timeout(WAIT).unwrap();
+        s.with_engine(|engine| engine.forget()).unwrap();
+        let (send, heard) = std::sync::mpsc::channel();
+        let (ear, _) = Ear::new();
+        let leaves = Leaves { left: AtomicUsize::new(6), send, tokens: 0 };
+        let long = Job {
+            listener: Box::new(leaves),
+            ..job(&prompt(3, 480), 20, SamplerParams::default(), ear)
+        };
+        let before = s.load().steps;
+        s.submit(long).unwrap();
+        let next = submit(&s, &(prompt(0, 12), 8, SamplerParams::default()));
+        assert_eq!(heard.recv_timeout(WAIT).unwrap(), (0, Outcome::Gone), "{model}");
+        assert_eq!(next.recv_timeout(WAIT).unwrap().tokens, want.tokens, "{model}");
+        // Of 30 steps of the long prompt at most as many as it was asked for, and those of the short answer.
+        assert!(s.load().steps - before <= 6 + 9, "{model}");
+        s.with_engine(|engine| {
+            engine.forget();
+            assert_eq!(engine.kept(), 0);
+        })
+        .unwrap();
+    }
 }
 
 #[test]

@@ -104,7 +104,7 @@ fn every_client_hears_what_it_would_alone() {
             let engine = steered(model, dir.path(), |o| {
                 o.sequences = 3;
                 // Less room than they might take.
-                o.contexts = Some(2);
+                o.contexts = forebay_engine::Contexts::Exactly(2);
                 o.snapshots = 3;
                 o.speculate = SpeculateOptions { drafter, tokens: Some(5), always: true };
             });

@@ -22,6 +22,9 @@ use crate::cmd::{bench, serve};
 use crate::failure::usage;
 use crate::term::{Bar, interruption, note, say};
 
+/// Answers at once where nothing is told.
+const PARALLEL: usize = 16;
+
 /// One line of the input.
 struct Line {
     id: String,
@@ -40,7 +43,7 @@ impl Line {
 pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
     forebay_store::heap::settle();
     args.sampling.params(None)?;
-    if args.parallel == 0 {
+    if args.parallel == Some(0) {
         return Err(usage("--parallel must be at least 1"));
     }
     if args.contexts == Some(0) {
@@ -57,10 +60,10 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         output.finish()?;
         return Ok(ExitCode::SUCCESS);
     }
-    let parallel = args.parallel.min(todo.len());
+    let parallel = args.parallel.unwrap_or(PARALLEL).min(todo.len());
     let load = serve::Load {
         parallel,
-        contexts: args.contexts,
+        contexts: serve::contexts(args.contexts, args.parallel),
         queue: parallel,
         room: Demand {
             max_body: None,

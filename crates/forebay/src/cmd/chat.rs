@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
-use forebay_engine::SamplerParams;
+use forebay_engine::{Contexts, SamplerParams};
 use forebay_program::ledger::human;
 use forebay_schedule::Pace;
 use forebay_schedule::Usage;
@@ -58,7 +58,7 @@ pub trait Input {
 /// One answer at a time, and no HTTP.
 const ALONE: serve::Load = serve::Load {
     parallel: 1,
-    contexts: None,
+    contexts: Contexts::Each,
     queue: 0,
     room: Demand { max_body: None, connections: 0, constrained: 0 },
     pace: Pace::Flowing,

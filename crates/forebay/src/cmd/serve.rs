@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context;
-use forebay_engine::{EngineError, session};
+use forebay_engine::{Contexts, EngineError, session};
 use forebay_models::Layer;
 use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 use forebay_serve::room::{Demand, ledger};
@@ -20,6 +20,8 @@ use crate::term::{interruption, note, say};
 
 /// Most session files that are written.
 const MAX_SESSIONS: usize = 32;
+/// Answers at once where nothing is told.
+const PARALLEL: usize = 4;
 /// What the memory plan takes for the context where nothing is told.
 const DEFAULT_CONTEXT: usize = 4096;
 
@@ -42,7 +44,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             keys
         }
     };
-    if args.parallel == 0 {
+    let parallel = args.parallel.unwrap_or(PARALLEL);
+    if parallel == 0 {
         return Err(usage("--parallel must be at least 1"));
     }
     if args.connections == 0 {
@@ -62,13 +65,13 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         return Err(usage("--contexts must be at least 1"));
     }
     let load = Load {
-        parallel: args.parallel,
-        contexts: args.contexts,
+        parallel,
+        contexts: contexts(args.contexts, args.parallel),
         queue: args.queue,
         room: Demand {
             max_body: Some(args.max_body),
             connections: args.connections,
-            constrained: args.parallel,
+            constrained: parallel,
         },
         pace: Pace::Flowing,
         steers_all: false,
@@ -140,8 +143,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
 pub struct Load {
     /// Answers that are computed at once.
     pub parallel: usize,
-    /// Whole contexts that there is room for; none: one for each answer.
-    pub contexts: Option<usize>,
+    /// Whole contexts that there is room for.
+    pub contexts: Contexts,
     /// Requests that may wait.
     pub queue: usize,
     /// What takes memory besides.
@@ -152,6 +155,15 @@ pub struct Load {
     pub steers_all: bool,
     /// Whether nothing is said of the memory plan.
     pub quiet: bool,
+}
+
+/// Room for contexts as `--contexts` and `--parallel` ask for it. Who names neither wants a plan that works.
+pub fn contexts(contexts: Option<usize>, parallel: Option<usize>) -> Contexts {
+    match (contexts, parallel) {
+        (Some(n), _) => Contexts::Exactly(n),
+        (None, Some(_)) => Contexts::Each,
+        (None, None) => Contexts::Fitting,
+    }
 }
 
 /// A model that answers many at once. The second value lives as long as peak memory is to be measured.
@@ -211,6 +223,14 @@ pub fn service(
     let defaults = sampling.over(recommended.as_ref(), usual_sampling())?;
     if !quiet {
         note!("{}", engine.plan.summary());
+    }
+    if let (Contexts::Fitting, room) = (contexts, engine.plan.contexts)
+        && room < parallel
+    {
+        note!(
+            "note: room for {room} of {parallel} whole contexts, so that experts keep their memory: answers that ask \
+             for few tokens share it; --parallel or --contexts asks for more"
+        );
     }
     let options = SchedulerOptions { sequences: parallel, queue, pace };
     let scheduler = Scheduler::start(engine, options).context("starting the engine's thread")?;

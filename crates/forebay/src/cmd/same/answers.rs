@@ -266,7 +266,7 @@ impl Asking<'_> {
         o.draft_model = draft_model;
         let load = serve::Load {
             parallel: 1,
-            contexts: None,
+            contexts: forebay_engine::Contexts::Each,
             queue: 1,
             room: Demand { max_body: None, connections: 0, constrained: 1 },
             pace: Pace::Flowing,
