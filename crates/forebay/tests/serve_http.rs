@@ -7,7 +7,7 @@ mod server;
 use std::io::Read;
 
 use common::{GPT_OSS, model};
-use serde_json::json;
+use serde_json::{Value, json};
 use server::{CHAT, Server, chat, read, text, user};
 
 /// As many connections as were asked for are served; who comes besides is told so in the API's shape, and finds a
@@ -59,6 +59,38 @@ fn a_client_that_reads_nothing_loses_its_connection() {
     let (code, said) = server.wait();
     assert_eq!(code, Some(0));
     assert!(said.contains("a client read nothing"), "{said}");
+}
+
+/// Who reads slowly and steadily stays, however long it takes, although more waits for it all the time than it takes in
+/// the time that the deaf have.
+#[test]
+fn a_client_that_reads_slowly_stays() {
+    let args = ["--connections", "2", "--unread", "1", "--context", "256"];
+    let server = Server::start(&model(GPT_OSS), &args);
+    let files = 400;
+    let ask = "GET /forebay.js HTTP/1.1\r\nHost: x\r\n\r\n".repeat(files - 1)
+        + "GET /forebay.js HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let mut slow = server.send(b"");
+    let mut sending = slow.try_clone().unwrap();
+    let sender =
+        std::thread::spawn(move || std::io::Write::write_all(&mut sending, ask.as_bytes()));
+    let one = server.get("/forebay.js").body;
+    let began = std::time::Instant::now();
+    let (mut all, mut piece) = (Vec::new(), vec![0; 64 << 10]);
+    loop {
+        match slow.read(&mut piece).unwrap() {
+            0 => break,
+            n => all.extend_from_slice(&piece[..n]),
+        }
+        // For five times as long as a deaf one stays; then as fast as it goes.
+        if began.elapsed() < std::time::Duration::from_secs(5) {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+        }
+    }
+    sender.join().unwrap().unwrap();
+    let all = String::from_utf8(all).unwrap();
+    assert_eq!(all.matches("HTTP/1.1 200").count(), files);
+    assert!(all.len() > files * one.len() && all.ends_with(&one));
 }
 
 /// A folder for sessions that cannot be written is told at the start, not when there is something to keep.
@@ -177,6 +209,51 @@ fn a_full_queue_and_clients_that_leave() {
     assert_eq!(server.metric("forebay_requests_total{end=\"failed\"}"), 0.0);
 }
 
+/// Who leaves the queue changes no byte of the answer that runs, drafted or not; when that one leaves too, nothing is
+/// left of either.
+#[test]
+fn leaving_the_queue_changes_no_byte() {
+    for speculate in ["off", "ngram"] {
+        let args = ["--parallel", "1", "--context", "1024", "--speculate", speculate];
+        let server = Server::start(&model(GPT_OSS), &args);
+        let ask = |tokens: usize, seed: usize| {
+            let body = json!({ "prompt": "Once upon a time", "max_tokens": tokens, "seed": seed,
+                "stream": true, "ignore_eos": true, "temperature": 0.3 });
+            let body = body.to_string();
+            server.send(&server.request("POST", "/v1/completions", &[], body.as_bytes()))
+        };
+        let said = |response: &server::Response| -> Vec<Value> {
+            let choices = response.events().into_iter().map(|e| e["choices"].clone());
+            choices.filter(|choice| choice.is_array()).collect()
+        };
+        let alone = read(ask(600, 1));
+        // Tokens that end inside a character have no event of their own.
+        assert!(said(&alone).len() > 400, "{speculate}");
+        let mut running = ask(600, 1);
+        let mut head = [0; 20];
+        running.read_exact(&mut head).unwrap();
+        for seed in 2..5 {
+            let waiting = ask(600, seed);
+            server.wait_for("forebay_requests_waiting", 1.0);
+            drop(waiting);
+            server.wait_for("forebay_requests_waiting", 0.0);
+        }
+        let mut rest = Vec::new();
+        running.read_to_end(&mut rest).unwrap();
+        let beside = server::parse(&[&head[..], &rest].concat());
+        assert_eq!(said(&beside), said(&alone), "{speculate}");
+        // The one that runs leaves: the next begins at once, and is what it is alone.
+        let mut running = ask(900, 7);
+        running.read_exact(&mut head).unwrap();
+        let next = ask(600, 1);
+        server.wait_for("forebay_requests_waiting", 1.0);
+        drop(running);
+        assert_eq!(said(&read(next)), said(&alone), "{speculate}");
+        server.wait_for("forebay_requests_running", 0.0);
+        assert_eq!(server.metric("forebay_requests_total{end=\"failed\"}"), 0.0);
+    }
+}
+
 #[test]
 fn it_ends_gracefully_and_remembers() {
     let dir = tempfile::tempdir().unwrap();
@@ -209,6 +286,53 @@ fn it_ends_gracefully_and_remembers() {
         "{after}"
     );
     assert_eq!(text(&after), text(&first));
+}
+
+/// Without a word about it, a server takes as much room for contexts as leaves experts most of theirs; what is asked for
+/// is given. A context that does not fit is refused with the bytes that it takes.
+#[test]
+fn room_for_contexts_fits_the_budget() {
+    let room = |args: &[&str]| {
+        let usual = [
+            "--memory",
+            "155MiB",
+            "--context",
+            "4096",
+            "--residency",
+            "stream",
+            "--max-body",
+            "1000",
+            "--connections",
+            "1",
+        ];
+        let server = Server::start(&model(GPT_OSS), &[&usual, args].concat());
+        let metrics = server.get("/metrics").body;
+        let line = |what: &str| {
+            let head = format!("forebay_ledger_bytes{{what=\"{what}\"}} ");
+            let line = metrics.lines().find_map(|line| line.strip_prefix(&head));
+            line.unwrap().parse::<u64>().unwrap()
+        };
+        (line("keys and values"), line("expert slots"))
+    };
+    let (one, most) = room(&["--contexts", "1"]);
+    let (each, least) = room(&["--parallel", "4"]);
+    let (fitting, slots) = room(&[]);
+    assert!(each > 3 * one && least * 5 < most * 4, "{each} {one} {least} {most}");
+    assert!(fitting >= one && fitting < each, "{fitting} {one} {each}");
+    assert!(slots * 5 >= most * 4, "{slots} {most}");
+
+    // 48 layers of 4 heads, 128 wide, over 32768 tokens in 16 bits.
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("shape.gguf");
+    let models = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models");
+    let options = forebay_synth::Options { sparse: true, layers: None };
+    forebay_synth::write("qwen3-30b-a3b", &models, &file, options, &mut |_, _| {}).unwrap();
+    let mut command = common::forebay();
+    command.arg("serve").arg(&file).args(["--listen", "127.0.0.1:0", "--context", "32768"]);
+    let got = common::output(command.args(["--parallel", "1", "--memory", "3GiB"]));
+    let said = String::from_utf8_lossy(&got.stderr).into_owned();
+    assert_eq!(got.status.code(), Some(3), "{said}");
+    assert!(said.contains("3221225472 bytes") && said.contains("--context"), "{said}");
 }
 
 #[test]

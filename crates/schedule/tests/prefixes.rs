@@ -3,10 +3,12 @@
 mod common;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use common::{MODELS, engine, prompt};
+use common::{Ear, MODELS, engine, job, prompt};
 use forebay_engine::prefix::Origin;
-use forebay_engine::{Control, Engine, Sequence};
+use forebay_engine::{Control, Engine, SamplerParams, Sequence};
+use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 
 /// Logits after `tokens`, of which `sequence` has the beginning.
 fn logits(engine: &mut Engine, sequence: &mut Sequence, tokens: &[u32]) -> Vec<u32> {
@@ -76,6 +78,51 @@ fn attention_begins_anywhere() {
     let mut warm = engine.begin(&first[..160]);
     assert_eq!(warm.len(), 128);
     engine.release(&mut warm);
+}
+
+/// A template that drops the reasoning of earlier turns writes other tokens from the end of the prompt on, whether it
+/// opens reasoning or not: the next turn goes on from there, and answers as if nothing was kept.
+#[test]
+fn history_without_its_reasoning_goes_on_from_the_prompt() {
+    let submit = |s: &Scheduler, ids: &[u32], tokens: usize, checkpoint: usize| {
+        let (ear, heard) = Ear::new();
+        let mut job = job(ids, tokens, SamplerParams::default(), ear);
+        job.ends = [].into();
+        job.checkpoints = vec![checkpoint];
+        s.submit(job).unwrap();
+        heard.recv_timeout(Duration::from_secs(120)).unwrap()
+    };
+    // What opens an answer: with thinking, and without.
+    let (on, off): (&[u32], &[u32]) = (&[40, 41, 42], &[40, 41, 43, 44, 45]);
+    let header: &[u32] = &[40, 41];
+    for model in MODELS {
+        let engine = || engine(model, |o| o.snapshots = 4);
+        let block = engine().block();
+        for (first, second) in [(on, on), (off, off), (on, off), (off, on)] {
+            let options = SchedulerOptions { sequences: 1, queue: 4, pace: Pace::Flowing };
+            let s = Scheduler::start(engine(), options).unwrap();
+            let history = prompt(2, 196);
+            // 50 of reasoning, 20 of the answer.
+            let turn = [&history[..], first].concat();
+            let heard = submit(&s, &turn, 70, history.len());
+            let answer: Vec<u32> = heard.tokens[50..].iter().map(|t| t.id).collect();
+            assert_eq!(answer.len(), 20);
+            // The answer without its reasoning, 10 more, and the opener.
+            let next = [&history[..], header, &answer, &prompt(1, 10), second].concat();
+            let checkpoint = next.len() - second.len();
+            let heard = submit(&s, &next, 12, checkpoint);
+            let kept = history.len() / block * block;
+            assert!(heard.usage.cached >= kept, "{model}: {} of {kept}", heard.usage.cached);
+            let computed = next.len() - heard.usage.cached;
+            let beside = header.len() + second.len() + (history.len() - kept);
+            assert!(computed <= 20 + 10 + beside, "{model}: {computed}");
+            s.with_engine(|engine| engine.forget()).unwrap();
+            let cold = submit(&s, &next, 12, checkpoint);
+            assert_eq!(cold.usage.cached, 0);
+            // Logarithms of probabilities included, bit for bit.
+            assert_eq!(heard.tokens, cold.tokens, "{model}");
+        }
+    }
 }
 
 /// Kept beginnings never cost a running sequence its pages.

@@ -7,8 +7,8 @@ use forebay_chat::{Call, Delta};
 use forebay_schedule::Usage;
 use serde_json::{Map, Value, json};
 
+use crate::check::{self, Names};
 use crate::error::{ApiError, Kind};
-use crate::fallback::content_text;
 use crate::fields::Fields;
 use crate::grammar::Shape;
 use crate::http::ok_json;
@@ -16,6 +16,8 @@ use crate::service::{Event, Finished, Input, Request, Service, ToolChoice};
 use crate::stream::{self, Encode};
 
 const MAX_STOPS: usize = 16;
+const NAMES: Names =
+    Names { prompt: "messages", shape: "output_config.format", schema: "input_schema" };
 
 /// An error as Anthropic writes it.
 pub(crate) fn error_body(error: &ApiError) -> Value {
@@ -93,7 +95,10 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
     fields.only("speed", &["standard"], "there is one")?;
     let mut messages = Vec::new();
     if let Some(system) = fields.get("system") {
-        messages.push(json!({ "role": "system", "content": text_of(system, "system")? }));
+        let text = text_of(system, "system")?;
+        if !text.is_empty() {
+            messages.push(json!({ "role": "system", "content": text }));
+        }
     }
     let given = fields.array("messages")?;
     let given = given.ok_or_else(|| fields.wrong("messages", "is missing"))?;
@@ -128,7 +133,13 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         Some(format) if format["type"] == "json_schema" && format["schema"].is_object() => {
             Some(Shape::Schema(format["schema"].clone()))
         }
-        Some(_) => return Err(ApiError::field("output_config.format", "must be a json_schema")),
+        Some(format) if format["type"] == "json_schema" => {
+            let what = "must be a JSON schema: an object";
+            return Err(ApiError::field("output_config.format.schema", what));
+        }
+        Some(_) => {
+            return Err(ApiError::field("output_config.format.type", "must be json_schema"));
+        }
     };
     let choice = fields.object("tool_choice")?;
     let tool_choice = match choice.map(|c| c.str("type")).transpose()?.flatten() {
@@ -147,6 +158,7 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
     };
     let single = choice.map(|c| c.bool("disable_parallel_tool_use")).transpose()?.flatten();
     Ok(Request {
+        names: NAMES,
         input: Input::Chat { messages, kwargs },
         tools: tools(fields)?,
         tool_choice,
@@ -169,57 +181,60 @@ fn shows_thinking(fields: Fields<'_>) -> Result<bool, ApiError> {
     thinking.only("display", &["summarized", "omitted"], "thinking is sent whole or not at all")?;
     let shown = thinking.str("display")? != Some("omitted");
     match thinking.str("type")? {
-        None | Some("disabled") => Ok(false),
+        Some("disabled") => Ok(false),
         Some("enabled" | "adaptive") => Ok(shown),
-        Some(_) => Err(fields.wrong("thinking", "must be of type enabled, adaptive or disabled")),
+        _ => Err(thinking.wrong("type", "must be enabled, adaptive or disabled")),
     }
 }
 
 fn tools(fields: Fields<'_>) -> Result<Vec<Value>, ApiError> {
-    let mut tools = Vec::new();
-    for (i, tool) in fields.array("tools")?.into_iter().flatten().enumerate() {
-        let path = format!("tools[{i}]");
-        if let Some(kind) = tool["type"].as_str().filter(|kind| *kind != "custom") {
+    let found = check::tools(fields, "input_schema", |tool, path| {
+        let parts = Fields::inside(tool, path);
+        if let Some(kind) = parts.str("type")?.filter(|kind| *kind != "custom") {
             let what = format!("`{kind}` is a tool of Anthropic's own");
-            return Err(ApiError::unsupported(format!("{path}.type"), &what));
+            return Err(ApiError::unsupported(parts.path("type"), &what));
         }
-        if tool["defer_loading"] == true {
-            let path = format!("{path}.defer_loading");
+        if parts.bool("defer_loading")? == Some(true) {
+            let path = parts.path("defer_loading");
             return Err(ApiError::unsupported(path, "all tools are in the prompt"));
         }
-        if tool["name"].as_str().is_none_or(str::is_empty) {
-            return Err(ApiError::field(format!("{path}.name"), "must be a string"));
-        }
-        tools.push(json!({
+        Ok((tool, path.to_owned()))
+    })?;
+    let one = |tool: &Value| {
+        json!({
             "type": "function",
             "function": {
                 "name": tool["name"],
                 "description": tool["description"],
                 "parameters": tool["input_schema"],
             },
-        }));
-    }
-    Ok(tools)
+        })
+    };
+    Ok(found.into_iter().map(one).collect())
 }
 
 /// Text of a string or of text blocks.
 fn text_of(content: &Value, path: &str) -> Result<String, ApiError> {
-    if let Some(blocks) = content.as_array() {
-        for (i, block) in blocks.iter().enumerate() {
-            if block["type"] != "text" {
-                return Err(refused_block(&format!("{path}[{i}]"), block));
-            }
+    let blocks = match content {
+        Value::String(text) => return Ok(text.clone()),
+        Value::Array(blocks) => blocks,
+        _ => return Err(ApiError::field(path, "must be a string or a list of text blocks")),
+    };
+    let mut texts = Vec::new();
+    for (i, block) in blocks.iter().enumerate() {
+        let path = format!("{path}[{i}]");
+        match block["type"].as_str() {
+            Some("text") => texts.push(text_in(block, "text", &path)?),
+            _ => return Err(check::refused_part(&path, block)),
         }
-    } else if !content.is_string() {
-        return Err(ApiError::field(path, "must be a string or a list of text blocks"));
     }
-    Ok(content_text(content))
+    Ok(texts.join("\n"))
 }
 
-fn refused_block(path: &str, block: &Value) -> ApiError {
-    let kind = block["type"].as_str().unwrap_or("unknown");
-    let what = format!("blocks of type `{kind}` are not supported; send text only");
-    ApiError::field(path, what)
+/// A text that a block must have.
+fn text_in<'b>(block: &'b Value, key: &str, path: &str) -> Result<&'b str, ApiError> {
+    let wrong = || ApiError::field(format!("{path}.{key}"), "must be a string");
+    block[key].as_str().ok_or_else(wrong)
 }
 
 /// One message to OpenAI's form: results of tools become messages of their own.
@@ -246,14 +261,18 @@ fn translate(message: &Value, path: &str, out: &mut Vec<Value>) -> Result<(), Ap
     for (i, block) in blocks.iter().enumerate() {
         let path = format!("{path}.content[{i}]");
         match block["type"].as_str() {
-            Some("text") => texts.push(block["text"].as_str().unwrap_or_default()),
-            Some("thinking") => thinking.push(block["thinking"].as_str().unwrap_or_default()),
+            Some("text") => texts.push(text_in(block, "text", &path)?),
+            Some("thinking") => thinking.push(text_in(block, "thinking", &path)?),
             Some("redacted_thinking") => {}
-            Some("tool_use") => calls.push(json!({
-                "id": block["id"],
-                "type": "function",
-                "function": { "name": block["name"], "arguments": block["input"] },
-            })),
+            Some("tool_use") => {
+                let parts = block.as_object().expect("it has a type");
+                check::call(Fields::inside(parts, &path), "input")?;
+                calls.push(json!({
+                    "id": block["id"],
+                    "type": "function",
+                    "function": { "name": block["name"], "arguments": block["input"] },
+                }));
+            }
             Some("tool_result") => {
                 let content = match &block["content"] {
                     Value::Null => String::new(),
@@ -263,7 +282,7 @@ fn translate(message: &Value, path: &str, out: &mut Vec<Value>) -> Result<(), Ap
                     "role": "tool", "tool_call_id": block["tool_use_id"], "content": content,
                 }));
             }
-            _ => return Err(refused_block(&path, block)),
+            _ => return Err(check::refused_part(&path, block)),
         }
     }
     out.extend(results.iter().cloned());

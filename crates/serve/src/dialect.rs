@@ -201,8 +201,52 @@ fn items(schema: &Value) -> Option<&Value> {
     schema.get("items").filter(|items| plain && items.is_object())
 }
 
+/// The schema of a call's arguments, which are an object in every language.
+pub(crate) fn arguments(parameters: &Value) -> Value {
+    let Value::Object(object) = parameters else { return json!({ "type": "object" }) };
+    let mut schema = object.clone();
+    let or_else = |kind: &Value| kind.as_array().is_some_and(|all| all.contains(&json!("object")));
+    if schema.get("type").map_or(!schema.contains_key("$ref"), or_else) {
+        schema.insert("type".into(), "object".into());
+    }
+    schema.into()
+}
+
+/// Turns what a schema says of its own parts (`#/$defs/x`) into what it is below `at`, a pointer into the schema that
+/// it becomes a part of.
+fn moved(schema: &mut Value, at: &str) {
+    match schema {
+        Value::Array(items) => items.iter_mut().for_each(|item| moved(item, at)),
+        // With a name of its own it is a document of its own.
+        Value::Object(object) if object.get("$id").is_none_or(|id| !id.is_string()) => {
+            for (key, value) in object {
+                match key.as_str() {
+                    "const" | "enum" | "default" | "examples" => {}
+                    "$ref" => {
+                        let own = value.as_str().and_then(|r| r.strip_prefix('#'));
+                        let own = own.filter(|rest| rest.is_empty() || rest.starts_with('/'));
+                        if let Some(rest) = own {
+                            *value = format!("#{at}{rest}").into();
+                        }
+                    }
+                    // Names of people's own, which are no words of schemas.
+                    "properties" | "patternProperties" | "$defs" | "definitions"
+                    | "dependentSchemas" => {
+                        let all = value.as_object_mut();
+                        all.into_iter().flatten().for_each(|(_, value)| moved(value, at));
+                    }
+                    _ => moved(value, at),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
 /// A call as an object: `{"name": …, KEY: arguments}`.
 pub(crate) fn whole(name: &str, key: &str, parameters: &Value) -> Value {
+    let mut parameters = parameters.clone();
+    moved(&mut parameters, &format!("/properties/{key}"));
     json!({
         "type": "object",
         "properties": { "name": { "const": name }, key: parameters },

@@ -21,6 +21,8 @@ pub enum Kind {
     Method,
     /// The body did not come in time.
     Timeout,
+    /// The body is encoded.
+    Encoding,
     /// The body is too large.
     TooLarge,
     /// The headers are too large.
@@ -74,6 +76,7 @@ impl ApiError {
             Kind::Method => 405,
             Kind::Timeout => 408,
             Kind::TooLarge => 413,
+            Kind::Encoding => 415,
             Kind::Headers => 431,
             Kind::Busy => 429,
             Kind::Internal => 500,

@@ -66,6 +66,13 @@ impl<'a> Fields<'a> {
         Ok(Some(Fields { object, path: name }))
     }
 
+    /// The same with its full path, where it is deeper.
+    pub fn object_at(&self, name: &str, path: &'a str) -> Result<Option<Fields<'a>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let object = value.as_object().ok_or_else(|| self.wrong(name, "must be an object"))?;
+        Ok(Some(Fields { object, path }))
+    }
+
     /// A whole number of at least `least`.
     pub fn count(&self, name: &str, least: usize) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else { return Ok(None) };

@@ -14,7 +14,7 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
 use crate::dialect::{self, Rules, TERMINALS};
-use crate::error::ApiError;
+use crate::error::{ApiError, Kind};
 
 /// What an answer must be.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,9 +60,10 @@ impl Grammars {
             factory.quiet();
             Ok(factory)
         };
-        self.factory.get_or_init(build).as_ref().map_err(|e| {
-            ApiError::new(crate::error::Kind::Internal, format!("grammars do not work here: {e}"))
-        })
+        self.factory
+            .get_or_init(build)
+            .as_ref()
+            .map_err(|e| ApiError::new(Kind::Internal, format!("grammars do not work here: {e}")))
     }
 
     /// Bytes of a token; control tokens are marked as such.
@@ -89,12 +90,8 @@ impl Grammars {
         most: usize,
     ) -> Result<Box<dyn Constraint>, ApiError> {
         let lark = self.lark(shape, format, reasons, most / 2);
-        let field = match shape {
-            Shape::Call { .. } => "tools",
-            _ => "response_format",
-        };
         let wrong = |e: &dyn std::fmt::Display| {
-            ApiError::field(field, format_args!("{UNFOLLOWED}: {}", first_line(e)))
+            ApiError::new(Kind::Invalid, format!("{UNFOLLOWED}: {}", reason(e)))
         };
         let parser = self.factory()?.create_parser(TopLevelGrammar::from_lark(lark));
         let parser = parser.map_err(|e| wrong(&e))?;
@@ -183,10 +180,7 @@ impl Grammars {
 
     /// A call of a tool in the format's own words.
     fn call(&self, tool: &Tool, format: Format, rules: &mut Rules<'_>) -> String {
-        let parameters = match &tool.parameters {
-            Value::Object(object) if !object.is_empty() => tool.parameters.clone(),
-            _ => json!({ "type": "object" }),
-        };
+        let parameters = dialect::arguments(&tool.parameters);
         let m = |text: &str| self.literal(text);
         match format {
             Format::Harmony => format!(
@@ -251,13 +245,26 @@ impl Grammars {
 pub(crate) const UNFOLLOWED: &str = "the schema cannot be followed";
 
 fn unfollowed(error: &dyn std::fmt::Display) -> String {
-    format!("{UNFOLLOWED} any further: {}", first_line(error))
+    format!("{UNFOLLOWED} any further: {}", reason(error))
 }
 
-/// What is wrong, without the parser's state.
-fn first_line(error: &dyn std::fmt::Display) -> String {
+/// What is wrong, without the place in our own grammar and without the parser's state.
+fn reason(error: &dyn std::fmt::Display) -> String {
     let text = error.to_string();
-    let line = text.lines().next().unwrap_or_default();
+    let mut lines = text.lines().map(str::trim);
+    let first = lines.next().unwrap_or_default();
+    let first = first.split_once("failed to compile JSON schema: ").map_or(first, |(_, why)| why);
+    let line = match first {
+        "NoExtensionBias" => {
+            "no text has this form; does it refer to itself without an end?".into()
+        }
+        // A pattern that cannot be read: the pattern, a pointer into it, and what is wrong.
+        _ if first.ends_with(':') => {
+            let rest: Vec<&str> = lines.take(4).filter(|l| !l.chars().all(|c| c == '^')).collect();
+            format!("{first} {}", rest.join(" "))
+        }
+        _ => first.to_owned(),
+    };
     line.chars().take(300).collect()
 }
 
@@ -339,6 +346,10 @@ mod tests {
         Tool { name: "run".into(), description: None, parameters }
     }
 
+    fn tool_named(name: &str) -> Tool {
+        Tool { name: name.into(), description: None, parameters: Value::Null }
+    }
+
     /// Whether the grammar takes all of `text` and lets the answer end there.
     fn takes(constraint: &mut dyn Constraint, tokenizer: &Tokenizer, text: &str) -> bool {
         let ids = tokenizer.encode(text, Specials::Parse).unwrap();
@@ -409,6 +420,103 @@ mod tests {
             );
             let constraint = grammars.constraint(&shape, Format::QwenXml, Reasons::Not, 400);
             assert!(!takes(&mut *constraint.unwrap(), &tokenizer, &call), "{text}");
+        }
+    }
+
+    /// What a schema says of its own parts holds where the schema is a part of a call, in every language.
+    #[test]
+    fn schemas_that_refer_to_themselves() {
+        let node = json!({
+            "type": "object", "required": ["v"], "additionalProperties": false,
+            "properties": { "v": { "type": "integer" }, "next": { "$ref": "#/$defs/node" } },
+        });
+        let parameters = json!({
+            "$defs": { "node": node }, "type": "object", "required": ["list", "$ref"],
+            "additionalProperties": false,
+            // A property may have any name.
+            "properties": { "list": { "$ref": "#/$defs/node" }, "$ref": { "const": "#/$defs/node" } },
+        });
+        let tool = Tool { parameters, ..tool() };
+        let shape = Shape::Call { tools: vec![tool], many: false };
+        let (tokenizer, grammars) = grammars("tiny-gpt-oss");
+        let arguments = |v: &str| {
+            format!(
+                "{{\"list\": {{\"v\": {v}, \"next\": {{\"v\": 2}}}}, \"$ref\": \"#/$defs/node\"}}"
+            )
+        };
+        let tagged = |call: String| format!("<tool_call>\n{call}\n</tool_call>");
+        let whole =
+            |key: &str, v: &str| format!("{{\"name\": \"run\", \"{key}\": {}}}", arguments(v));
+        for (format, right, wrong) in [
+            (
+                Format::Qwen3Json,
+                tagged(whole("arguments", "1")),
+                tagged(whole("arguments", "\"1\"")),
+            ),
+            (Format::QwenXml, tagged(whole("arguments", "1")), tagged(whole("arguments", "\"1\""))),
+            (Format::Llama3, whole("parameters", "1"), whole("parameters", "\"1\"")),
+            (
+                Format::Gemma4,
+                format!("<|tool_call>call:run{}<tool_call|>", arguments("1")),
+                format!("<|tool_call>call:run{}<tool_call|>", arguments("\"1\"")),
+            ),
+        ] {
+            for (text, taken) in [(right, true), (wrong, false)] {
+                let constraint = grammars.constraint(&shape, format, Reasons::Not, 400).unwrap();
+                let constraint = &mut *{ constraint };
+                assert_eq!(takes(constraint, &tokenizer, &text), taken, "{format:?} {text}");
+            }
+        }
+        // Without an end, and said so.
+        let shape = Shape::Schema(json!({ "$ref": "#" }));
+        let fault = grammars.constraint(&shape, Format::Plain, Reasons::Not, 400).err().unwrap();
+        assert_eq!(fault.kind, Kind::Invalid);
+        assert!(fault.message.contains("refer to itself"), "{}", fault.message);
+    }
+
+    /// Arguments are an object, also where a schema leaves that open.
+    #[test]
+    fn arguments_are_objects() {
+        let (tokenizer, grammars) = grammars("tiny-gpt-oss");
+        let one_of = json!({ "anyOf": [
+            { "properties": { "a": { "type": "integer" } }, "required": ["a"] },
+            { "properties": { "b": { "type": "integer" } }, "required": ["b"] },
+        ] });
+        for parameters in [
+            json!({}),
+            json!({ "description": "anything" }),
+            json!({ "type": ["object", "null"] }),
+            one_of,
+        ] {
+            let tool = Tool { parameters: parameters.clone(), ..tool_named("run") };
+            let shape = Shape::Call { tools: vec![tool], many: false };
+            for (arguments, taken) in [("{\"a\": 1}", true), ("null", false), ("[1]", false)] {
+                let call = format!(
+                    "<tool_call>\n{{\"name\": \"run\", \"arguments\": {arguments}}}\n</tool_call>"
+                );
+                let constraint =
+                    grammars.constraint(&shape, Format::Qwen3Json, Reasons::Not, 400).unwrap();
+                let got = takes(&mut *{ constraint }, &tokenizer, &call);
+                assert_eq!(got, taken, "{parameters} {arguments}");
+            }
+        }
+    }
+
+    /// A pattern that cannot be read is told with what is wrong with it.
+    #[test]
+    fn what_is_wrong_with_a_schema_is_told() {
+        let (_, grammars) = grammars("tiny-gpt-oss");
+        for (schema, word) in [
+            (json!({ "type": "string", "pattern": "((" }), "unclosed group"),
+            (json!({ "type": "string", "pattern": "(?=a)b" }), "look-around"),
+            (json!({ "type": "martian" }), "martian"),
+            (json!({ "$ref": "#/$defs/none" }), "/$defs/none"),
+            (json!({ "anyOf": [] }), "anyOf is empty"),
+        ] {
+            let shape = Shape::Schema(schema.clone());
+            let fault = grammars.constraint(&shape, Format::Plain, Reasons::Not, 40).err().unwrap();
+            assert!(fault.message.contains(word), "{schema}: {}", fault.message);
+            assert!(!fault.message.contains("failed to compile"), "{}", fault.message);
         }
     }
 

@@ -16,6 +16,7 @@ use bytes::BytesMut;
 use futures_util::StreamExt;
 use serde_json::Value;
 use subtle::ConstantTimeEq;
+use tokio::net::{TcpListener, TcpSocket};
 
 use crate::error::{ApiError, Kind};
 use crate::record::{self, recorded};
@@ -24,8 +25,15 @@ use crate::service::{Answers, Service};
 use crate::tls::{Tls, TlsListener};
 use crate::{anthropic, connections, live, metrics, ollama, openai, page, responses};
 
+/// What the system holds of what a connection was sent, in bytes.
+const SEND_BUFFER: u32 = 64 << 10;
+/// Connections that may wait to be accepted.
+const BACKLOG: u32 = 1024;
 /// How long a body may take to come.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Where to ask, for those who asked elsewhere.
+const ROUTES: &str = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/messages, \
+                      /v1/messages/count_tokens, /api/chat, /api/generate, /api/tags, /api/show, /health, /metrics";
 /// How often memory that is free is given back.
 const GIVE_BACK: Duration = Duration::from_secs(2);
 /// What a client that was turned away waits.
@@ -154,7 +162,7 @@ pub async fn serve(
     listening: impl FnOnce(SocketAddr),
     ended: impl Future<Output = ()> + Send + 'static,
 ) -> std::io::Result<()> {
-    let listener = tokio::net::TcpListener::bind(options.listen).await?;
+    let listener = listen(options.listen)?;
     listening(listener.local_addr()?);
     let (grace, tls, most) = (options.grace, options.tls.clone(), options.max_connections);
     let bounds = connections::Bounds { most, unread: options.unread };
@@ -197,6 +205,21 @@ pub async fn serve(
     }
     service.scheduler().abort();
     Ok(())
+}
+
+/// A socket whose connections hold little that was not taken yet: with the system's own buffers of megabytes, a client
+/// that reads slowly and steadily would look for minutes like one that reads nothing.
+fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    if cfg!(unix) {
+        socket.set_reuseaddr(true)?;
+    }
+    socket.set_send_buffer_size(SEND_BUFFER)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
 }
 
 /// Gives memory back that long texts have left free.
@@ -269,7 +292,7 @@ fn router(service: Arc<Service>, options: HttpOptions) -> Router {
         )
         .fallback(|request: Request| async move {
             let path = request.uri().path().to_owned();
-            let what = format!("there is no route {} {path}", request.method());
+            let what = format!("there is no route {} {path}; there are {ROUTES}", request.method());
             Api::of(&path).error(&ApiError::new(Kind::NoRoute, what))
         })
         .method_not_allowed_fallback(|request: Request| async move {
@@ -294,7 +317,12 @@ async fn health(State(app): State<App>) -> Response {
     response
 }
 
-async fn model(State(app): State<App>, Path(name): Path<String>) -> Response {
+async fn model(
+    State(app): State<App>,
+    name: Result<Path<String>, axum::extract::rejection::PathRejection>,
+) -> Response {
+    // What is no text is nobody's name.
+    let name = name.map_or_else(|_| "?".to_owned(), |Path(name)| name);
     match app.service.check_model(Some(&name)) {
         Ok(()) => json(&openai::model(&app.service)),
         Err(error) => Api::OpenAi.error(&error),
@@ -304,6 +332,13 @@ async fn model(State(app): State<App>, Path(name): Path<String>) -> Response {
 /// The body as JSON, with the room that it takes.
 async fn body(app: &App, request: Request) -> Result<(Value, Held), ApiError> {
     let most = app.options.max_body_bytes;
+    let encoding = request.headers().get(header::CONTENT_ENCODING);
+    if let Some(encoding) = encoding.filter(|e| !e.is_empty() && *e != "identity") {
+        let encoding: String = encoding.to_str().unwrap_or("?").chars().take(60).collect();
+        let what =
+            format!("a body with Content-Encoding `{encoding}` is not read: send it as it is");
+        return Err(ApiError::new(Kind::Encoding, what));
+    }
     let too_large =
         || ApiError::new(Kind::TooLarge, format!("the body is larger than {most} bytes"));
     let declared = request.headers().get(header::CONTENT_LENGTH);
@@ -339,8 +374,15 @@ async fn body(app: &App, request: Request) -> Result<(Value, Held), ApiError> {
     let bytes = bytes.freeze();
     drop(held);
     let held = app.bodies.take_parsed(&bytes)?;
-    let value = serde_json::from_slice(&bytes)
-        .map_err(|error| ApiError::new(Kind::Invalid, format!("the body is no JSON: {error}")))?;
+    // A mark of UTF-8 is no part of it.
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    if text.is_empty() {
+        return Err(ApiError::new(Kind::Invalid, "the body is empty: send a JSON object"));
+    }
+    let value = serde_json::from_slice(text).map_err(|error| {
+        let what = format!("the body is no JSON: {error}; send a JSON object in UTF-8");
+        ApiError::new(Kind::Invalid, what)
+    })?;
     Ok((value, held))
 }
 

@@ -1,7 +1,8 @@
 //! HTTP over the scheduler: the APIs of OpenAI, Anthropic and Ollama, so that existing clients work unchanged.
 //!
 //! Reading order: [`service`] (one kind of request in, one kind of event out: what all APIs share), `grammar`
-//! (what an answer must look like) with `dialect` (calls that are no JSON), then the APIs, each a thin translation: `openai`, `responses`, `anthropic`,
+//! (what an answer must look like) with `dialect` (calls that are no JSON), `check` (what all APIs ask of functions and
+//! messages), then the APIs, each a thin translation: `openai`, `responses`, `anthropic`,
 //! `ollama`; [`http`] (routes, keys, limits), `connections`, `stream` (events to bodies), [`room`]
 //! (memory of requests), `metrics`, `live` and `page` (what people look at), `record`
 //! (the log), `tls`,
@@ -14,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 mod anthropic;
+mod check;
 mod connections;
 mod dialect;
 mod error;

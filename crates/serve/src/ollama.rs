@@ -6,6 +6,7 @@ use axum::response::Response;
 use forebay_chat::Delta;
 use serde_json::{Map, Value, json};
 
+use crate::check::{self, Names};
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::grammar::Shape;
@@ -23,14 +24,29 @@ pub(crate) fn error_body(error: &ApiError) -> Value {
 /// `POST /api/chat`
 pub(crate) async fn chat(service: Arc<Service>, body: Value) -> Result<Response, ApiError> {
     let fields = Fields::of(&body)?;
-    let messages = fields.array("messages")?.cloned().unwrap_or_default();
-    for (i, message) in messages.iter().enumerate() {
-        if message["images"].as_array().is_some_and(|images| !images.is_empty()) {
-            let path = format!("messages[{i}].images");
-            return Err(ApiError::unsupported(path, "this model reads text only"));
+    let mut messages = fields.array("messages")?.cloned().unwrap_or_default();
+    // Here a content that is not there is empty.
+    for message in messages.iter_mut().filter_map(Value::as_object_mut) {
+        let content = message.entry("content").or_insert(Value::Null);
+        if content.is_null() {
+            *content = "".into();
         }
     }
-    let tools = fields.array("tools")?.cloned().unwrap_or_default();
+    let messages = check::messages(&messages)?;
+    if messages.is_empty() {
+        return loaded(&service, fields, true);
+    }
+    let tools = check::tools(fields, "parameters", |tool, path| {
+        let kind = Fields::inside(tool, path);
+        match kind.str("type")? {
+            None | Some("function") => check::nested(tool, path),
+            Some(other) => {
+                let what = format!("`{other}` is no function");
+                Err(ApiError::unsupported(kind.path("type"), &what))
+            }
+        }
+    })?;
+    let tools = tools.into_iter().cloned().collect();
     let request =
         request(&service, fields, Input::Chat { messages, kwargs: kwargs(fields)? }, tools)?;
     answer(service, request, fields.bool("stream")?.unwrap_or(true), true).await
@@ -46,6 +62,9 @@ pub(crate) async fn generate(service: Arc<Service>, body: Value) -> Result<Respo
         ("context", "send the text; what was computed of it is kept"),
     ])?;
     let prompt = fields.str("prompt")?.unwrap_or_default().to_owned();
+    if prompt.is_empty() {
+        return loaded(&service, fields, false);
+    }
     let input = if fields.bool("raw")?.unwrap_or(false) {
         Input::Text(prompt)
     } else {
@@ -58,6 +77,16 @@ pub(crate) async fn generate(service: Arc<Service>, body: Value) -> Result<Respo
     };
     let request = request(&service, fields, input, Vec::new())?;
     answer(service, request, fields.bool("stream")?.unwrap_or(true), false).await
+}
+
+/// Who asks nothing wants the model to be loaded, or unloaded. It is there as long as the server is.
+fn loaded(service: &Service, fields: Fields<'_>, chat: bool) -> Result<Response, ApiError> {
+    service.check_model(fields.str("model")?)?;
+    let lines = Lines { model: service.info.name.clone(), chat, prompt: 0 };
+    let mut line = lines.line(Vec::new(), None);
+    line["done"] = true.into();
+    line["done_reason"] = "load".into();
+    Ok(ok_json(&line))
 }
 
 /// `GET /api/tags`
@@ -155,6 +184,7 @@ fn request(
         _ => options.count("num_predict", 0)?,
     };
     Ok(Request {
+        names: Names { prompt: "messages", shape: "format", schema: "function.parameters" },
         input,
         tools,
         tool_choice: ToolChoice::Auto,

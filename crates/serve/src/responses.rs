@@ -7,6 +7,7 @@ use forebay_chat::Delta;
 use forebay_schedule::Usage;
 use serde_json::{Map, Value, json};
 
+use crate::check::{self, Names};
 use crate::error::{ApiError, Kind};
 use crate::fields::Fields;
 use crate::grammar::Shape;
@@ -81,9 +82,12 @@ fn request(service: &Service, fields: Fields<'_>) -> Result<Request, ApiError> {
         openai::effort_kwargs("reasoning.effort", effort, &mut kwargs)?;
     }
     Ok(Request {
+        names: Names { prompt: "input", shape: "text.format", schema: "parameters" },
         input: Input::Chat { messages, kwargs },
         tools: tools(fields)?,
-        tool_choice: openai::tool_choice(fields, |choice| choice.str("name"))?,
+        tool_choice: openai::tool_choice(fields, |choice| {
+            choice.str("name")?.ok_or_else(|| choice.wrong("name", "is missing"))
+        })?,
         parallel_calls: fields.bool("parallel_tool_calls")?.unwrap_or(true),
         shape: text_format(fields)?,
         max_tokens: fields.count("max_output_tokens", 0)?,
@@ -115,26 +119,28 @@ fn text_format(fields: Fields<'_>) -> Result<Option<Shape>, ApiError> {
 
 /// Tools, whose functions lie flat in this API.
 fn tools(fields: Fields<'_>) -> Result<Vec<Value>, ApiError> {
-    let mut tools = Vec::new();
-    for (i, tool) in fields.array("tools")?.into_iter().flatten().enumerate() {
-        if tool["type"] != "function" {
-            let kind = tool["type"].as_str().unwrap_or("unknown");
-            let what = format!("`{kind}` is no function");
-            return Err(ApiError::unsupported(format!("tools[{i}].type"), &what));
+    let found = check::tools(fields, "parameters", |tool, path| {
+        let kind = Fields::inside(tool, path);
+        match kind.str("type")? {
+            Some("function") => Ok((tool, path.to_owned())),
+            Some(other) => {
+                let what = format!("`{other}` is no function");
+                Err(ApiError::unsupported(kind.path("type"), &what))
+            }
+            None => Err(kind.wrong("type", "must be `function`")),
         }
-        if tool["name"].as_str().is_none_or(str::is_empty) {
-            return Err(ApiError::field(format!("tools[{i}].name"), "must be a string"));
-        }
-        tools.push(json!({
+    })?;
+    let one = |tool: &Value| {
+        json!({
             "type": "function",
             "function": {
                 "name": tool["name"],
                 "description": tool["description"],
                 "parameters": tool["parameters"],
             },
-        }));
-    }
-    Ok(tools)
+        })
+    };
+    Ok(found.into_iter().map(one).collect())
 }
 
 /// One item of the input to OpenAI's chat form. Items of one turn join in one message.
@@ -144,12 +150,16 @@ fn translate(item: &Value, path: &str, out: &mut Vec<Value>) -> Result<(), ApiEr
             out.push(json!({ "role": "assistant", "content": "" }));
         }
     };
-    match item["type"].as_str() {
+    let parts = item.as_object().ok_or_else(|| ApiError::field(path, "must be an object"))?;
+    let parts = Fields::inside(parts, path);
+    match parts.str("type")? {
         None | Some("message") => {
-            let role = item["role"].as_str();
-            let role =
-                role.ok_or_else(|| ApiError::field(format!("{path}.role"), "must be a string"))?;
-            let content = content(&item["content"], path)?;
+            let role = parts.str("role")?.ok_or_else(|| parts.wrong("role", "must be a string"))?;
+            if !["system", "developer", "user", "assistant"].contains(&role) {
+                let what = "must be system, developer, user or assistant";
+                return Err(parts.wrong("role", what));
+            }
+            let content = content(&item["content"], &parts.path("content"))?;
             if role == "assistant" && out.last().is_some_and(|last| last["role"] == "assistant") {
                 let last = out.last_mut().expect("there is one");
                 if last["content"] == "" {
@@ -160,6 +170,7 @@ fn translate(item: &Value, path: &str, out: &mut Vec<Value>) -> Result<(), ApiEr
             out.push(json!({ "role": role, "content": content }));
         }
         Some("function_call") => {
+            check::call(parts, "arguments")?;
             assistant(out);
             let last = out.last_mut().expect("one was pushed");
             let call = json!({
@@ -173,17 +184,14 @@ fn translate(item: &Value, path: &str, out: &mut Vec<Value>) -> Result<(), ApiEr
             }
         }
         Some("function_call_output") => {
-            let content = content(&item["output"], path)?;
+            let content = content(&item["output"], &parts.path("output"))?;
             let id = &item["call_id"];
             out.push(json!({ "role": "tool", "tool_call_id": id, "content": content }));
         }
         Some("reasoning") => {
-            let parts = |key: &str| item[key].as_array().cloned().unwrap_or_default();
-            let texts: Vec<String> = parts("content")
-                .iter()
-                .chain(&parts("summary"))
-                .filter_map(|part| part["text"].as_str().map(str::to_owned))
-                .collect();
+            let (own, summary) = (parts.array("content")?, parts.array("summary")?);
+            let all = own.into_iter().flatten().chain(summary.into_iter().flatten());
+            let texts: Vec<&str> = all.filter_map(|part| part["text"].as_str()).collect();
             if !texts.is_empty() {
                 out.push(json!({
                     "role": "assistant", "content": "", "reasoning_content": texts.join("\n"),
@@ -198,26 +206,23 @@ fn translate(item: &Value, path: &str, out: &mut Vec<Value>) -> Result<(), ApiEr
     Ok(())
 }
 
+/// Text of a string or of parts.
 fn content(content: &Value, path: &str) -> Result<String, ApiError> {
     let parts = match content {
         Value::String(text) => return Ok(text.clone()),
         Value::Array(parts) => parts,
-        _ => {
-            let what = "must be a string or a list of parts";
-            return Err(ApiError::field(format!("{path}.content"), what));
-        }
+        _ => return Err(ApiError::field(path, "must be a string or a list of parts")),
     };
     let mut texts = Vec::new();
     for (i, part) in parts.iter().enumerate() {
-        match (part["type"].as_str(), part["text"].as_str(), part["refusal"].as_str()) {
-            (Some("input_text" | "output_text" | "text"), Some(text), _) => texts.push(text),
-            (Some("refusal"), _, Some(text)) => texts.push(text),
-            (kind, ..) => {
-                let kind = kind.unwrap_or("unknown");
-                let what = format!("parts of type `{kind}` are not supported; send text only");
-                return Err(ApiError::field(format!("{path}.content[{i}]"), what));
-            }
-        }
+        let path = format!("{path}[{i}]");
+        let (key, text) = match part["type"].as_str() {
+            Some("input_text" | "output_text" | "text") => ("text", part["text"].as_str()),
+            Some("refusal") => ("refusal", part["refusal"].as_str()),
+            _ => return Err(check::refused_part(&path, part)),
+        };
+        let wrong = || ApiError::field(format!("{path}.{key}"), "must be a string");
+        texts.push(text.ok_or_else(wrong)?);
     }
     Ok(texts.join("\n"))
 }

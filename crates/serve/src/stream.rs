@@ -1,5 +1,6 @@
 //! Events of answers to the bytes of a body, while they come.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,8 +45,8 @@ struct State<E> {
     encoder: E,
     open: usize,
     stage: Stage,
-    /// Lives as long as somebody is answered.
-    _service: Arc<Service>,
+    /// The service, which lives as long as somebody is answered.
+    _alive: Arc<dyn Any + Send + Sync>,
 }
 
 enum Stage {
@@ -62,7 +63,7 @@ pub(crate) fn response<E: Encode>(
 ) -> Response {
     let content_type = encoder.content_type();
     let open = answers.n;
-    let state = State { answers, encoder, open, stage: Stage::Start, _service: service.clone() };
+    let state = State { answers, encoder, open, stage: Stage::Start, _alive: service.clone() };
     let stream = futures_util::stream::unfold(state, |mut state| async move {
         loop {
             let text = next(&mut state).await?;
@@ -109,5 +110,35 @@ async fn next<E: Encode>(state: &mut State<E>) -> Option<String> {
                 }
             })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Quiet;
+
+    impl Encode for Quiet {
+        fn event(&mut self, _: usize, _: Event) -> String {
+            "event\n\n".to_owned()
+        }
+    }
+
+    /// A stream on which nothing happens says so at every interval, and what comes then comes at once.
+    #[tokio::test(start_paused = true)]
+    async fn a_quiet_stream_says_that_it_lives() {
+        let (send, events) = tokio::sync::mpsc::unbounded_channel();
+        let answers = Answers { id: String::new(), created: 0, n: 1, prompt_tokens: 1, events };
+        let (encoder, stage) = (Quiet, Stage::Events);
+        let mut state = State { answers, encoder, open: 1, stage, _alive: Arc::new(()) };
+        let began = tokio::time::Instant::now();
+        for n in 1..4 {
+            assert_eq!(next(&mut state).await.unwrap(), ": keepalive\n\n");
+            assert_eq!(began.elapsed(), n * KEEP_ALIVE);
+        }
+        send.send((0, Event::Piece { deltas: Vec::new(), token: None })).unwrap();
+        assert_eq!(next(&mut state).await.unwrap(), "event\n\n");
+        assert_eq!(began.elapsed(), 3 * KEEP_ALIVE);
     }
 }

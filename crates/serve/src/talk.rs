@@ -50,6 +50,7 @@ impl Service {
     /// Answers a conversation of OpenAI messages.
     pub fn talk(&self, messages: &[Value], options: &TalkOptions) -> Result<Talk, ApiError> {
         let request = Request {
+            names: crate::check::CHAT,
             input: Input::Chat { messages: messages.to_vec(), kwargs: options.kwargs.clone() },
             tools: Vec::new(),
             tool_choice: ToolChoice::Auto,

@@ -39,6 +39,8 @@ pub fn text(response: &Value) -> &str {
 
 pub struct Server {
     child: Child,
+    /// Ends the server when this process ends, which drops no statics.
+    guard: Child,
     pub address: SocketAddr,
     stderr: Option<std::thread::JoinHandle<String>>,
 }
@@ -95,7 +97,15 @@ impl Server {
             let _ = child.wait();
             panic!("no server: {line:?} {}", stderr.join().unwrap());
         };
-        Server { child, address: address.parse().unwrap(), stderr: Some(stderr) }
+        let script = format!("cat > /dev/null; kill -9 {}", child.id());
+        let mut guard = Command::new("sh");
+        guard
+            .args(["-c", &script])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let guard = guard.spawn().unwrap();
+        Server { child, guard, address: address.parse().unwrap(), stderr: Some(stderr) }
     }
 
     /// Sends bytes as they are and gives the connection.
@@ -177,6 +187,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        let _ = self.guard.kill();
+        let _ = self.guard.wait();
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some(Ok(text)) = self.stderr.take().map(|t| t.join())
@@ -191,6 +203,11 @@ impl Drop for Server {
 pub fn read(mut stream: TcpStream) -> Response {
     let mut bytes = Vec::new();
     let _ = stream.read_to_end(&mut bytes);
+    parse(&bytes)
+}
+
+/// The parts of a whole response.
+pub fn parse(bytes: &[u8]) -> Response {
     let at = bytes.windows(4).position(|w| w == b"\r\n\r\n").expect("a response has a head");
     let headers = String::from_utf8(bytes[..at].to_vec()).unwrap();
     let status = headers.split(' ').nth(1).unwrap().parse().unwrap();

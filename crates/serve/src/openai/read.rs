@@ -1,9 +1,9 @@
 //! Bodies of chat completions and completions to requests; some of it is shared with the other APIs.
 
-use forebay_chat::Tool;
 use forebay_engine::SamplerParams;
 use serde_json::{Map, Value};
 
+use crate::check::{self, Names};
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::grammar::Shape;
@@ -39,7 +39,8 @@ pub(super) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         return Err(ApiError::unsupported("modalities", "this model writes text"));
     }
     let messages = fields.array("messages")?;
-    let messages = messages.ok_or_else(|| fields.wrong("messages", "is missing"))?.clone();
+    let messages = messages.ok_or_else(|| fields.wrong("messages", "is missing"))?;
+    let messages = check::messages(messages)?;
     let tools = tools(fields)?;
     let mut kwargs = match fields.object("chat_template_kwargs")? {
         Some(_) => fields.get("chat_template_kwargs").and_then(Value::as_object).cloned(),
@@ -66,10 +67,12 @@ pub(super) fn chat_request(service: &Service, fields: Fields<'_>) -> Result<Requ
         None => fields.count("max_tokens", 0)?,
     };
     Ok(Request {
+        names: check::CHAT,
         input: Input::Chat { messages, kwargs },
         tool_choice: tool_choice(fields, |choice| {
-            let function = choice.object("function")?;
-            function.map(|f| f.str("name")).transpose().map(Option::flatten)
+            let function = choice.object_at("function", "tool_choice.function")?;
+            let function = function.ok_or_else(|| choice.wrong("function", "is missing"))?;
+            function.str("name")?.ok_or_else(|| function.wrong("name", "is missing"))
         })?,
         tools,
         parallel_calls: fields.bool("parallel_tool_calls")?.unwrap_or(true),
@@ -116,6 +119,7 @@ pub(super) fn completion_request(
         return Err(ApiError::unsupported("echo", instead));
     }
     Ok(Request {
+        names: Names { prompt: "prompt", ..check::CHAT },
         input: prompt(fields)?,
         tools: Vec::new(),
         tool_choice: ToolChoice::Auto,
@@ -173,8 +177,10 @@ pub(crate) fn sampling(service: &Service, fields: Fields<'_>) -> Result<SamplerP
         // 0 keeps the most likely token, as with other servers.
         s.top_p = p.max(f32::MIN_POSITIVE);
     }
-    if let Some(k) = fields.count("top_k", 0)? {
-        s.top_k = k;
+    match fields.get("top_k").and_then(Value::as_i64) {
+        // As other servers write that there is no limit.
+        Some(-1) => s.top_k = 0,
+        _ => s.top_k = fields.count("top_k", 0)?.unwrap_or(s.top_k),
     }
     if let Some(p) = fields.number("min_p", 0.0..=1.0)? {
         s.min_p = p;
@@ -191,7 +197,10 @@ pub(crate) fn sampling(service: &Service, fields: Fields<'_>) -> Result<SamplerP
         s.frequency_penalty = p;
     }
     if let Some(seed) = fields.get("seed") {
+        // Some clients write 5.0.
+        let float = seed.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 1e15);
         let whole = seed.as_i64().map(|s| s as u64).or(seed.as_u64());
+        let whole = whole.or(float.map(|x| x as i64 as u64));
         s.seed = whole.ok_or_else(|| fields.wrong("seed", "must be a whole number"))?;
     }
     Ok(s)
@@ -249,38 +258,37 @@ fn response_format(fields: Fields<'_>) -> Result<Option<Shape>, ApiError> {
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(Shape::JsonObject)),
         Some("json_schema") => {
-            let schema = format.get("json_schema").map(|s| &s["schema"]);
-            let schema = schema.filter(|s| s.is_object() || s.is_boolean());
-            let missing = || fields.wrong("response_format", "has no `json_schema.schema`");
-            Ok(Some(Shape::Schema(schema.ok_or_else(missing)?.clone())))
+            let own = format.object_at("json_schema", "response_format.json_schema")?;
+            let own = own.ok_or_else(|| format.wrong("json_schema", "is missing"))?;
+            let schema = own.get("schema").ok_or_else(|| own.wrong("schema", "is missing"))?;
+            match schema.is_object() || schema.is_boolean() {
+                true => Ok(Some(Shape::Schema(schema.clone()))),
+                false => Err(own.wrong("schema", "must be a JSON schema: an object")),
+            }
         }
         _ => Err(format.wrong("type", "must be text, json_object or json_schema")),
     }
 }
 
 fn tools(fields: Fields<'_>) -> Result<Vec<Value>, ApiError> {
-    let tools = fields.array("tools")?.cloned().unwrap_or_default();
-    for (i, tool) in tools.iter().enumerate() {
-        let path = format!("tools[{i}]");
-        match tool["type"].as_str() {
-            Some("function") => {}
+    let found = check::tools(fields, "parameters", |tool, path| {
+        let kind = Fields::inside(tool, path);
+        match kind.str("type")? {
+            Some("function") => check::nested(tool, path),
             Some(other) => {
-                let kind = format!("{path}.type");
-                return Err(ApiError::unsupported(kind, &format!("`{other}` is no function")));
+                let what = format!("`{other}` is no function");
+                Err(ApiError::unsupported(kind.path("type"), &what))
             }
-            None => return Err(ApiError::field(format!("{path}.type"), "must be `function`")),
+            None => Err(kind.wrong("type", "must be `function`")),
         }
-        if Tool::from_json(tool).is_none_or(|tool| tool.name.is_empty()) {
-            return Err(ApiError::field(format!("{path}.function.name"), "must be a string"));
-        }
-    }
-    Ok(tools)
+    })?;
+    Ok(found.into_iter().cloned().collect())
 }
 
 /// `tool_choice`; `named` finds the name in one that is an object.
 pub(crate) fn tool_choice<'a>(
     fields: Fields<'a>,
-    named: impl FnOnce(Fields<'a>) -> Result<Option<&'a str>, ApiError>,
+    named: impl FnOnce(Fields<'a>) -> Result<&'a str, ApiError>,
 ) -> Result<ToolChoice, ApiError> {
     match fields.get("tool_choice") {
         None => Ok(ToolChoice::Auto),
@@ -290,12 +298,20 @@ pub(crate) fn tool_choice<'a>(
             "required" | "any" => Ok(ToolChoice::Required),
             _ => Err(fields.wrong("tool_choice", "must be auto, none, required or a function")),
         },
-        Some(_) => {
-            let choice = fields.object("tool_choice")?;
-            let name = choice.map(named).transpose()?.flatten();
-            let name = name.ok_or_else(|| fields.wrong("tool_choice", "names no function"))?;
-            Ok(ToolChoice::Named(name.to_owned()))
+        Some(Value::Object(choice)) => {
+            let choice = Fields::inside(choice, "tool_choice");
+            match choice.str("type")? {
+                Some("function") => Ok(ToolChoice::Named(named(choice)?.to_owned())),
+                Some(other) => {
+                    let what = format!(
+                        "`{other}` is no function; offer only the tools that may be called"
+                    );
+                    Err(ApiError::unsupported(choice.path("type"), &what))
+                }
+                None => Err(choice.wrong("type", "must be `function`")),
+            }
         }
+        Some(_) => Err(fields.wrong("tool_choice", "must be auto, none, required or a function")),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_chat::{Answer, End};
+use forebay_chat::{Answer, Delta, End};
 use forebay_schedule::{Flow, Listener, Outcome, Token, Usage};
 use forebay_text::Tokenizer;
 use tokio::sync::mpsc::UnboundedSender;
@@ -18,6 +18,8 @@ pub(super) struct Ear {
     pub answer: Answer,
     pub stops: Vec<String>,
     pub wants_tokens: bool,
+    /// The answer is held to be calls: what is no call is a part of one.
+    pub calls_only: bool,
     pub tokenizer: Tokenizer,
     pub send: UnboundedSender<(usize, Event)>,
     /// Line of the log that waits for the answer's end.
@@ -75,7 +77,10 @@ impl Listener for Ear {
                 return;
             }
         };
-        let deltas = self.answer.finish(end);
+        let mut deltas = self.answer.finish(end);
+        if self.calls_only && end == End::Length {
+            deltas.retain(|delta| !matches!(delta, Delta::Content(_)));
+        }
         if !deltas.is_empty() {
             let _ = self.send.send((self.index, Event::Piece { deltas, token: None }));
         }

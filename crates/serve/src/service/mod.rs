@@ -9,12 +9,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use forebay_chat::{Answer, Delta, Format, Parsed, Tool};
 use forebay_engine::{SamplerParams, SteerVectors, Steering};
-use forebay_schedule::{Job, Refusal, Scheduler, Usage};
+use forebay_schedule::{Constraint, Job, Refusal, Scheduler, Usage};
 use forebay_text::{ChatTemplate, Markers, Tokenizer};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use self::ear::Ear;
+use self::prepare::Prepared;
+use crate::check::Names;
 use crate::error::{ApiError, Kind};
 use crate::fields::Fields;
 use crate::grammar::{Grammars, Shape};
@@ -100,6 +102,8 @@ pub(crate) enum ToolChoice {
 /// A request in nobody's shape.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
+    /// What the API calls what may be wrong.
+    pub names: Names,
     pub input: Input,
     /// Tools in OpenAI's form.
     pub tools: Vec<Value>,
@@ -310,7 +314,7 @@ impl Service {
         let prepared = self.prepare(request)?;
         let prompt_tokens = prepared.ids.len();
         if prompt_tokens >= self.info.context {
-            return Err(self.too_long(prompt_tokens, ""));
+            return Err(self.too_long(request, prompt_tokens, ""));
         }
         let shape = self.shape(request, &prepared.tools)?;
         let most = request.max_tokens.unwrap_or(usize::MAX).min(self.info.context - prompt_tokens);
@@ -325,16 +329,13 @@ impl Service {
             _ => self.tokenizer.decode(&prepared.ids, Markers::Keep),
         });
         let bias: Arc<[(u32, f32)]> = request.bias.clone().into();
-        let ids: Arc<[u32]> = prepared.ids.into();
+        let ids: Arc<[u32]> = prepared.ids.as_slice().into();
         let (send, events) = unbounded_channel();
         let mut jobs = Vec::with_capacity(request.n);
         for index in 0..request.n {
             let constraint = match &shape {
                 None => None,
-                Some(shape) => {
-                    let (format, reasons) = (prepared.format, prepared.reasons);
-                    Some(self.grammars.constraint(shape, format, reasons, most)?)
-                }
+                Some(shape) => Some(self.constraint(request, &prepared, shape, most)?),
             };
             let sampling = SamplerParams {
                 seed: request.sampling.seed.wrapping_add(index as u64),
@@ -361,6 +362,7 @@ impl Service {
                     ),
                     stops: request.stops.clone(),
                     wants_tokens: request.logprobs.is_some(),
+                    calls_only: matches!(shape, Some(Shape::Call { .. })),
                     tokenizer: self.tokenizer.clone(),
                     send: send.clone(),
                     record: record.cloned(),
@@ -385,6 +387,39 @@ impl Service {
             record.begun(&id, request.n);
         }
         Ok(Answers { id, created: now(), n: request.n, prompt_tokens, events })
+    }
+
+    /// What holds an answer to its shape.
+    fn constraint(
+        &self,
+        request: &Request,
+        prepared: &Prepared,
+        shape: &Shape,
+        most: usize,
+    ) -> Result<Box<dyn Constraint>, ApiError> {
+        let (format, reasons) = (prepared.format, prepared.reasons);
+        let of = |shape: &Shape| self.grammars.constraint(shape, format, reasons, most);
+        of(shape).map_err(|fault| match shape {
+            _ if fault.kind != Kind::Invalid => fault,
+            Shape::Call { tools, .. } => {
+                // Whose schema it is.
+                let alone = |tool: &Tool| Shape::Call { tools: vec![tool.clone()], many: false };
+                let all = tools.iter().filter_map(|tool| Some((tool, of(&alone(tool)).err()?)));
+                let (name, fault) = all
+                    .map(|(tool, fault)| (Some(&tool.name), fault))
+                    .next()
+                    .unwrap_or((None, fault));
+                let at = name.and_then(|name| prepared.tools.iter().position(|t| t.name == *name));
+                match at {
+                    Some(at) => {
+                        let path = format!("tools[{at}].{}", request.names.schema);
+                        ApiError::field(path, fault.message)
+                    }
+                    None => ApiError::field("tools", fault.message),
+                }
+            }
+            _ => ApiError::field(request.names.shape, fault.message),
+        })
     }
 
     /// The shape that an answer must have, tools included.

@@ -14,19 +14,19 @@ use crate::grammar::Reasons;
 const MAX_BYTES_PER_TOKEN: usize = 256;
 
 impl Service {
-    pub(super) fn too_long(&self, tokens: usize, least: &str) -> ApiError {
+    pub(super) fn too_long(&self, request: &Request, tokens: usize, least: &str) -> ApiError {
         let context = self.info.context;
         let message = format!(
             "the prompt has {least}{tokens} tokens and the context holds {context}: shorten it, or serve with a \
              longer --context"
         );
-        ApiError { kind: Kind::ContextLength, message, param: Some("messages".into()) }
+        ApiError { kind: Kind::ContextLength, message, param: Some(request.names.prompt.into()) }
     }
 
     /// A text of that size cannot fit: encoding it would take memory that the plan does not have.
-    fn check_size(&self, bytes: usize) -> Result<(), ApiError> {
+    fn check_size(&self, request: &Request, bytes: usize) -> Result<(), ApiError> {
         match bytes / MAX_BYTES_PER_TOKEN >= self.info.context {
-            true => Err(self.too_long(bytes / MAX_BYTES_PER_TOKEN, "at least ")),
+            true => Err(self.too_long(request, bytes / MAX_BYTES_PER_TOKEN, "at least ")),
             false => Ok(()),
         }
     }
@@ -53,7 +53,7 @@ impl Service {
                 }
             }
             Input::Text(text) => {
-                self.check_size(text.len())?;
+                self.check_size(request, text.len())?;
                 let _turn = self.encoding.turn(text.len());
                 let ids = self.tokenizer.encode_prompt(text, Specials::Ignore)?;
                 match ids.is_empty() {
@@ -77,10 +77,10 @@ impl Service {
             ApiError::new(Kind::Invalid, message)
         })?;
         if messages.is_empty() {
-            return Err(ApiError::field("messages", "must not be empty"));
+            return Err(ApiError::field(request.names.prompt, "must not be empty"));
         }
         let bytes = messages.iter().chain(&request.tools).map(|m| m.to_string().len()).sum();
-        self.check_size(bytes)?;
+        self.check_size(request, bytes)?;
         let _turn = self.encoding.turn(bytes);
         let offered = match request.tool_choice {
             ToolChoice::None => &[],
