@@ -163,8 +163,9 @@ fn held(tokens: usize, answers: &[Value]) -> Vec<Kind> {
 
 /// The piece of a text that comes for the first time as late as any.
 fn latest(text: &str) -> Option<&str> {
-    let starts: Vec<usize> = text.char_indices().map(|(at, _)| at).collect();
-    let pieces = starts.windows(STOP + 1).map(|w| &text[w[0]..w[STOP]]);
+    let starts = text.char_indices().map(|(at, _)| at);
+    let ends: Vec<usize> = starts.chain([text.len()]).collect();
+    let pieces = ends.windows(STOP + 1).map(|w| &text[w[0]..w[STOP]]);
     let firsts = pieces.filter(|piece| !piece.trim().is_empty());
     firsts.max_by_key(|piece| text.find(piece))
 }
