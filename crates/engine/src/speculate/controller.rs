@@ -8,7 +8,8 @@
 //!
 //! Plain passes are measured first, then drafts of one token are tried, the cheapest that there are. While no length
 //! promises a gain, drafting rests, and is tried again after a pause that doubles: what loses costs a few rounds in
-//! hundreds of tokens. Medians are taken, since a pass beside other programs may take any time. Nothing decided here can
+//! hundreds of tokens. A drafter that first reads what it missed (a draft model) makes a trial dearer the longer it rested: so what
+//! lost trials took is added up, and there is no further one unless all together stay a small share of the time. Medians are taken, since a pass beside other programs may take any time. Nothing decided here can
 //! change an answer.
 
 use std::time::Duration;
@@ -21,6 +22,10 @@ const TRIAL: usize = 3;
 const PAUSE: usize = 128;
 /// Longest pause.
 const MAX_PAUSE: usize = 2048;
+/// Trials that lose may take this share of the time of plain passes ...
+const SHARE: f64 = 0.025;
+/// ... for all tokens so far, or for so many.
+const SHARE_OF: usize = 500;
 /// Before a trial the drafter is shown rows again for so many tokens.
 const WARM_UP: usize = 16;
 /// Rounds after which a plain pass is measured again.
@@ -88,6 +93,35 @@ enum Phase {
     Resting(usize),
 }
 
+/// What trials cost, in seconds beyond those of plain passes for the same tokens.
+#[derive(Clone, Debug, Default)]
+struct Trials {
+    /// All that lost.
+    lost: f64,
+    /// Rounds of this trial or the last one.
+    rounds: f64,
+    /// Reading what was missed before them.
+    reading: f64,
+    /// That for one row.
+    row: f64,
+    /// Tokens so far.
+    tokens: usize,
+    /// Tokens since the last trial.
+    rested: usize,
+}
+
+impl Trials {
+    fn begin(&mut self) {
+        (self.rounds, self.reading, self.rested) = (0.0, 0.0, 0);
+    }
+
+    /// Whether one more stays within the share, where a plain pass takes so long.
+    fn affordable(&self, plain: f64) -> bool {
+        let next = self.rounds + self.row * self.rested as f64;
+        self.lost + next <= SHARE * plain * self.tokens.max(SHARE_OF) as f64
+    }
+}
+
 /// Decides.
 #[derive(Clone, Debug)]
 pub struct Controller {
@@ -99,6 +133,7 @@ pub struct Controller {
     /// By tokens drafted, 1 first.
     rounds: Vec<Times>,
     odds: Vec<Odds>,
+    trials: Trials,
     /// The gain that the last decision was made with.
     last_gain: Option<f64>,
 }
@@ -114,6 +149,7 @@ impl Controller {
             plain: Times::default(),
             rounds: vec![Times::default(); most],
             odds: vec![Odds { right: 0.0, seen: 0.0 }; most],
+            trials: Trials::default(),
             last_gain: None,
         }
     }
@@ -140,28 +176,44 @@ impl Controller {
     /// A pass of one row without a draft.
     pub fn plain(&mut self, time: Duration) {
         self.plain.add(time.as_secs_f64());
+        self.trials.tokens += 1;
+        self.trials.rested += 1;
         self.phase = match self.phase {
             Phase::Measuring(left) if left > 1 => Phase::Measuring(left - 1),
-            Phase::Measuring(_) => Phase::Trying(0),
             Phase::Resting(left) if left > 1 => Phase::Resting(left - 1),
-            Phase::Resting(_) => Phase::Trying(0),
+            Phase::Resting(_) if !self.trials.affordable(self.plain.median().unwrap_or(0.0)) => {
+                Phase::Resting(self.pause)
+            }
+            Phase::Measuring(_) | Phase::Resting(_) => {
+                self.trials.begin();
+                Phase::Trying(0)
+            }
             Phase::On(_) => Phase::On(0),
             // The drafter had no idea.
             Phase::Trying(rounds) => Phase::Trying(rounds),
         };
     }
 
-    /// Of `drafted` tokens the first `right` were right; how long that took says nothing.
-    pub fn drafted(&mut self, drafted: usize, right: usize) {
+    /// A round before whose draft the drafter read `missed` rows: its time says nothing of those that follow.
+    pub fn caught_up(&mut self, missed: usize, drafted: usize, right: usize, time: Duration) {
+        let over = self.seen(drafted, right, time);
+        self.trials.row = over.max(0.0) / missed.max(1) as f64;
+        self.trials.reading += over;
+    }
+
+    /// Of `drafted` tokens the first `right` were right. Gives the seconds beyond those of plain passes.
+    fn seen(&mut self, drafted: usize, right: usize, time: Duration) -> f64 {
+        self.trials.tokens += right + 1;
         let drafted = drafted.min(self.most);
         for (k, odds) in self.odds[..drafted].iter_mut().enumerate().take(right + 1) {
             odds.add(k < right);
         }
+        time.as_secs_f64() - (right + 1) as f64 * self.plain.median().unwrap_or(0.0)
     }
 
     /// A round with `drafted` tokens, of which the first `right` were right.
     pub fn round(&mut self, drafted: usize, right: usize, time: Duration) {
-        self.drafted(drafted, right);
+        self.trials.rounds += self.seen(drafted, right, time);
         let drafted = drafted.min(self.most);
         self.rounds[drafted - 1].add(time.as_secs_f64());
         let (_, gain) = self.best();
@@ -173,9 +225,14 @@ impl Controller {
             Phase::On(rounds) if gain >= 1.0 => Phase::On(rounds + 1),
             Phase::Trying(_) if gain >= GAIN => {
                 self.pause = PAUSE;
+                self.trials.lost = 0.0;
                 Phase::On(0)
             }
             Phase::Trying(_) | Phase::On(_) => {
+                if let Phase::Trying(_) = self.phase {
+                    self.trials.lost += (self.trials.rounds + self.trials.reading).max(0.0);
+                }
+                self.trials.rested = 0;
                 let pause = self.pause;
                 self.pause = (pause * 2).min(MAX_PAUSE);
                 // Times of a disk and of other programs change; what was right of drafts stays.
@@ -289,6 +346,35 @@ mod tests {
             let (over, drafted) = play(&mut c, 500, odds, |m| 1.0 + row * m as f64);
             assert!(over < 1.03, "odds {odds}, {row} for a row: {over}");
             assert!(drafted < 40, "{drafted}");
+            assert_eq!(c.verdict(), "resting");
+        }
+    }
+
+    /// A drafter that reads first what it missed, and is never right.
+    #[test]
+    fn reading_what_was_missed_counts() {
+        for (tokens, row) in [(500, 0.001), (500, 0.02), (500, 0.1), (5000, 0.02), (5000, 0.1)] {
+            let mut c = Controller::new(4, false);
+            let (mut over, mut missed, mut rounds) = (0.0, 16, 0);
+            for _ in 0..tokens {
+                let m = c.wanted();
+                missed += 1;
+                if m == 0 {
+                    c.plain(Duration::from_secs(1));
+                    continue;
+                }
+                rounds += 1;
+                let lags = missed > 5;
+                let seconds = 1.0 + 0.6 * m as f64 + if lags { row * missed as f64 } else { 0.0 };
+                over += seconds - 1.0;
+                match lags {
+                    true => c.caught_up(missed, m, 0, Duration::from_secs_f64(seconds)),
+                    false => c.round(m, 0, Duration::from_secs_f64(seconds)),
+                }
+                missed = 0;
+            }
+            assert!(over < 0.03 * tokens as f64, "{row} for a row, {tokens} tokens: {over}");
+            assert!(rounds >= 2, "{rounds}");
             assert_eq!(c.verdict(), "resting");
         }
     }

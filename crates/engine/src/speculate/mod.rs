@@ -208,11 +208,11 @@ pub trait Drafter: Send {
         Ok(())
     }
 
-    /// Whether its next draft, after the computed `tokens`, reads first what it missed while it rested, or a prompt: then the time of
-    /// that round says nothing of those that follow.
-    fn lags(&self, tokens: &[u32]) -> bool {
+    /// Rows that it reads before its next draft, after the computed `tokens`: a few of the last round, or what it missed
+    /// while it rested, or a prompt.
+    fn unread(&self, tokens: &[u32]) -> usize {
         let _ = tokens;
-        false
+        0
     }
 
     /// Drafts what comes after `request.tokens`; nothing, where it has no idea.

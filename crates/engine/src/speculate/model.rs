@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::forward::{Batch, Control};
-use crate::speculate::{DraftRequest, Drafter, MOST_TOKENS};
+use crate::speculate::{DraftRequest, Drafter};
 use crate::state::Sequence;
 
 static NEVER: AtomicBool = AtomicBool::new(false);
@@ -59,9 +59,11 @@ impl Drafter for DraftModel {
         "draft"
     }
 
-    fn lags(&self, tokens: &[u32]) -> bool {
-        let goes_on = tokens.starts_with(&self.computed);
-        !goes_on || tokens.len() - self.computed.len() > MOST_TOKENS + 1
+    fn unread(&self, tokens: &[u32]) -> usize {
+        match tokens.starts_with(&self.computed) {
+            true => tokens.len() - self.computed.len(),
+            false => tokens.len(),
+        }
     }
 
     fn draft(&mut self, _: &mut Engine, request: &mut DraftRequest<'_>) -> Result<(), EngineError> {

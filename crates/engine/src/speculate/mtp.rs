@@ -111,8 +111,8 @@ impl Drafter for Mtp {
         Ok(())
     }
 
-    fn lags(&self, _: &[u32]) -> bool {
-        self.waiting.len() / self.d > MOST_TOKENS + 1
+    fn unread(&self, _: &[u32]) -> usize {
+        self.waiting.len() / self.d
     }
 
     fn draft(

@@ -13,7 +13,7 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::forward::{Batch, Control};
 use crate::sampler::{Sampler, SamplerParams};
-use crate::speculate::DraftRequest;
+use crate::speculate::{DraftRequest, MOST_TOKENS};
 use crate::state::Sequence;
 
 /// What a round goes on from.
@@ -45,8 +45,8 @@ pub struct Round {
     rows: Vec<u32>,
     chosen: usize,
     taped: bool,
-    /// The drafter had something to read first.
-    lagged: bool,
+    /// Rows that the drafter read before it drafted.
+    unread: usize,
     time: Duration,
 }
 
@@ -75,7 +75,7 @@ impl Engine {
     ) -> Result<Round, EngineError> {
         let clock = Instant::now();
         let room = self.plan.context.saturating_sub(sequence.len() + 1);
-        let (drafts, lagged) = self.drafts(sequence, turn, room)?;
+        let (drafts, unread) = self.drafts(sequence, turn, room)?;
         let taped = !drafts.is_empty();
         let mut rows = vec![turn.token];
         rows.extend(drafts);
@@ -101,7 +101,7 @@ impl Engine {
             more = token.is_some() && rows.get(row + 1) == token.as_ref();
             Ok(())
         })?;
-        Ok(Round { rows, chosen, taped, lagged, time: clock.elapsed() })
+        Ok(Round { rows, chosen, taped, unread, time: clock.elapsed() })
     }
 
     /// Ends a round: the sequence grows by the rows that the first `used` chosen tokens came from (at least 1), as if there
@@ -112,7 +112,7 @@ impl Engine {
         round: Round,
         used: usize,
     ) -> Result<(), EngineError> {
-        let Round { rows, chosen, taped, lagged, time } = round;
+        let Round { rows, chosen, taped, unread, time } = round;
         assert!((1..=chosen).contains(&used), "tokens of the round");
         let clock = Instant::now();
         if used < rows.len() {
@@ -126,8 +126,8 @@ impl Engine {
             let time = time + clock.elapsed();
             if taped {
                 let (drafted, right) = (rows.len() - 1, chosen - 1);
-                match lagged {
-                    true => s.controller.drafted(drafted, right),
+                match unread > MOST_TOKENS + 1 {
+                    true => s.controller.caught_up(unread, drafted, right, time),
                     false => s.controller.round(drafted, right, time),
                 }
                 s.counts.rounds += 1;
@@ -143,13 +143,13 @@ impl Engine {
         observed
     }
 
-    /// Drafts for the followed sequence, and whether what it missed was read first; none for another, or where they do not pay.
+    /// Drafts for the followed sequence, and how many rows were read first; none for another, or where they do not pay.
     fn drafts(
         &mut self,
         sequence: &Sequence,
         turn: &Turn<'_>,
         room: usize,
-    ) -> Result<(Vec<u32>, bool), EngineError> {
+    ) -> Result<(Vec<u32>, usize), EngineError> {
         // Of the tokens that are wanted one comes without a draft.
         let mut most = turn.most.saturating_sub(1).min(room);
         // A capture keeps what passes, and knows nothing of rows that are taken back.
@@ -158,7 +158,7 @@ impl Engine {
         }
         let Some(mut s) = self.speculation.take_if(|s| s.follows(sequence) && s.wanted(most) > 0)
         else {
-            return Ok((Vec::new(), false));
+            return Ok((Vec::new(), 0));
         };
         let clock = Instant::now();
         if s.params != *turn.params {
@@ -166,7 +166,7 @@ impl Engine {
             s.sampler = Sampler::new(s.params.clone());
         }
         let most = s.wanted(most);
-        let lagged = s.drafter.lags(&s.tokens);
+        let unread = s.drafter.unread(&s.tokens);
         s.tokens.push(turn.token);
         let mut request = DraftRequest {
             tokens: &s.tokens,
@@ -188,6 +188,6 @@ impl Engine {
         self.stats.phases.draft += clock.elapsed();
         s.counts.time += clock.elapsed();
         self.speculation = Some(s);
-        result.map(|()| (drafts, lagged))
+        result.map(|()| (drafts, unread))
     }
 }
