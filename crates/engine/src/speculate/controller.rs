@@ -8,9 +8,9 @@
 //!
 //! Plain passes are measured first, then drafts of one token are tried, the cheapest that there are. While no length
 //! promises a gain, drafting rests, and is tried again after a pause that doubles: what loses costs a few rounds in
-//! hundreds of tokens. A drafter that first reads what it missed (a draft model) makes a trial dearer the longer it rested: so what
-//! lost trials took is added up, and there is no further one unless all together stay a small share of the time. Medians are taken, since a pass beside other programs may take any time. Nothing decided here can
-//! change an answer.
+//! hundreds of tokens. A drafter that first reads what it missed (a draft model) makes a trial dearer the longer it rested:
+//! so what lost trials took is added up, and there is no further one unless all together stay a small share of the time.
+//! Medians are taken, since a pass beside other programs may take any time. Nothing decided here can change an answer.
 
 use std::time::Duration;
 
@@ -112,7 +112,7 @@ struct Trials {
 
 impl Trials {
     fn begin(&mut self) {
-        (self.rounds, self.reading, self.rested) = (0.0, 0.0, 0);
+        (self.rounds, self.reading) = (0.0, 0.0);
     }
 
     /// Whether one more stays within the share, where a plain pass takes so long.

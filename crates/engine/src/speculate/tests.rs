@@ -200,19 +200,25 @@ fn what_is_taken_back_leaves_no_trace(#[case] name: &str) {
     assert_eq!(free, all, "no page is lost");
 }
 
-/// Answers of another implementation for the tiny model's block (fp32): logits for one position, and how often the block's best
-/// token is the head's one position later. In the shared folder, where it is there.
-#[test]
-fn the_block_agrees_with_the_reference() {
+/// The shared folder's models, what another implementation says of the tiny model's block, and the prompts that it was asked; none, and
+/// a line that says so, where there is no such folder.
+fn reference() -> Option<(PathBuf, serde_json::Value, Vec<Vec<u32>>)> {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared");
     let dir = std::env::var_os("FOREBAY_SHARED").map_or_else(beside, PathBuf::from).join("models");
     let Ok(answers) = std::fs::read(dir.join("qwen3_5_moe/mtp.json")) else {
         println!("skipped, there is no shared folder with a reference for the block");
-        return;
+        return None;
     };
-    let answers: serde_json::Value = serde_json::from_slice(&answers).unwrap();
+    let answers = serde_json::from_slice(&answers).unwrap();
     let prompts = std::fs::read(dir.join("prompts.json")).unwrap();
-    let prompts: Vec<Vec<u32>> = serde_json::from_slice(&prompts).unwrap();
+    Some((dir, answers, serde_json::from_slice(&prompts).unwrap()))
+}
+
+/// Answers of another implementation for the tiny model's block (fp32): logits for one position, and how often the block's best
+/// token is the head's one position later. In the shared folder, where it is there.
+#[test]
+fn the_block_agrees_with_the_reference() {
+    let Some((dir, answers, prompts)) = reference() else { return };
     let gguf = "qwen3_5_moe/gguf/qwen3_5_moe-BF16.gguf";
     for (files, chunk) in
         [("qwen3_5_moe/hf", 1024), ("qwen3_5_moe/pub", 1024), (gguf, 1024), (gguf, 7)]
@@ -437,15 +443,7 @@ fn agreement(files: &Path, prompt: &[u32]) -> f64 {
 /// MLX folder whose block's norms lack their 1 would not: so the comparison can fail.
 #[test]
 fn the_block_of_quantised_files() {
-    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared");
-    let dir = std::env::var_os("FOREBAY_SHARED").map_or_else(beside, PathBuf::from).join("models");
-    let Ok(answers) = std::fs::read(dir.join("qwen3_5_moe/mtp.json")) else {
-        println!("skipped, there is no shared folder with a reference for the block");
-        return;
-    };
-    let answers: serde_json::Value = serde_json::from_slice(&answers).unwrap();
-    let prompts = std::fs::read(dir.join("prompts.json")).unwrap();
-    let prompts: Vec<Vec<u32>> = serde_json::from_slice(&prompts).unwrap();
+    let Some((dir, answers, prompts)) = reference() else { return };
     let case = answers["cases"].as_array().unwrap().last().unwrap();
     let n = case["prompt_length"].as_u64().unwrap() as usize;
     let prompt = prompts.iter().find(|p| p.len() == n).unwrap();
