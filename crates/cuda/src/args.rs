@@ -98,6 +98,9 @@ args! {
         slot_floats: u64, offset: u64, k_heads: u32, v_heads: u32, k_dim: u32, v_dim: u32, tiled: u32,
         channels: u32, inv_sqrt_k: f32, pad: u32,
     }
+    LinesArgs {
+        logits: Ptr, largest: Ptr, sums: Ptr, own_sums: Ptr, n: u32, lines: u32, t: f32, pad: u32,
+    }
 }
 
 /// `op` of [`ElementArgs`].

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use forebay_program::{
-    Backend, BackendError, ExpertMatrices, Ledger, MoeId, Op, Pass, Program, Routing, WholePass,
+    Backend, BackendError, ExpertMatrices, LOGIT_LINE, Ledger, LogitLines, MoeId, Op, Pass,
+    PickLine, Program, Routing, WholePass,
 };
 use forebay_store::FileSet;
 
@@ -12,6 +13,7 @@ use crate::args::{ElementArgs, ElementOp, EmbedArgs, FloatJob, GatherArgs, GemvJ
 use crate::driver::{Driver, GpuInfo, GraphId, Kernel, bytes_of, bytes_of_mut};
 use crate::error::CudaError;
 use crate::inputs::Counts;
+use crate::lines::LinesAt;
 use crate::load::{LoadError, load};
 use crate::map::{CudaShape, FEW_ROWS, LOGIT_ROWS, Map, Model, PackMem, stacks};
 use crate::run::{NormRows, Run};
@@ -233,8 +235,8 @@ impl CudaBackend {
         self.driver.launch_graph(graph)
     }
 
-    /// Logits of rows; says the router fault's word.
-    fn head(&mut self, rows: &[u32], out: &mut [f32]) -> Result<u32, CudaError> {
+    /// Computes logits of rows.
+    fn head(&mut self, rows: &[u32]) -> Result<(), CudaError> {
         let counts = Counts { spans: 0, tiles: Vec::new(), blocks: 0 };
         let run = self.launcher(rows.len(), &counts, 0);
         let program = &self.program;
@@ -296,14 +298,45 @@ impl CudaBackend {
         }
         if let Some(cap) = head.softcap {
             let args = ElementArgs { x: self.map.logits, constant: cap, ..Default::default() };
-            run.element_at(ElementOp::Softcap, out.len(), args)?;
+            let n = rows.len() * w.args.rows as usize;
+            run.element_at(ElementOp::Softcap, n, args)?;
         }
+        let head = &self.map.trunk[head.weight.0];
+        self.bytes_moved += head.row_bytes * head.args.rows as u64;
+        Ok(())
+    }
+
+    /// Waits, and reads from `at`; says the router fault's word.
+    fn read(&self, at: Ptr, out: &mut [u8]) -> Result<u32, CudaError> {
         #[cfg(feature = "profile")]
         self.driver.profiles("a pass with logits");
         let mut fault = [0; 4];
-        let (logits, at) = (self.map.logits, self.map.fault);
-        self.driver.read_parts(&mut [(at, &mut fault), (logits, bytes_of_mut(out))])?;
+        self.driver.read_parts(&mut [(self.map.fault, &mut fault), (at, out)])?;
         Ok(u32::from_le_bytes(fault))
+    }
+
+    /// The largest and the sums of a row's lines; says the router fault's word.
+    fn lines(&mut self, row: u32, t: f32, lines: &mut LogitLines) -> Result<u32, CudaError> {
+        self.head(&[row])?;
+        let vocab = self.map.trunk[self.program.head.weight.0].args.rows as usize;
+        let (logits, at) = (self.map.logits, self.map.lines);
+        let at = LinesAt::enqueue(&*self.driver, logits, vocab, t, at)?;
+        let (from, n) = at.results();
+        let mut bytes = vec![0; n];
+        let fault = self.read(from, &mut bytes)?;
+        at.parse(&bytes, lines);
+        Ok(fault)
+    }
+
+    /// The error of a router whose fault's word is not 0.
+    fn faultless(&self, fault: u32) -> Result<(), BackendError> {
+        match fault {
+            0 => Ok(()),
+            n => {
+                self.driver.enqueue_zero(self.map.fault, 4).map_err(device)?;
+                Err(BackendError::RouterNan { layer: n as usize - 1 })
+            }
+        }
     }
 
     /// Bytes of weights that a pass reads from memory: of experts, as many as rows can have chosen.
@@ -383,15 +416,26 @@ impl Backend for CudaBackend {
     }
 
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError> {
-        let head = &self.map.trunk[self.program.head.weight.0];
-        self.bytes_moved += head.row_bytes * head.args.rows as u64;
-        match self.head(rows, out).map_err(device)? {
-            0 => Ok(()),
-            n => {
-                self.driver.enqueue_zero(self.map.fault, 4).map_err(device)?;
-                Err(BackendError::RouterNan { layer: n as usize - 1 })
-            }
-        }
+        self.head(rows).map_err(device)?;
+        let fault = self.read(self.map.logits, bytes_of_mut(out)).map_err(device)?;
+        self.faultless(fault)
+    }
+
+    fn logit_lines(
+        &mut self,
+        row: u32,
+        t: f32,
+        lines: &mut LogitLines,
+        pick: PickLine<'_>,
+    ) -> Result<bool, BackendError> {
+        let fault = self.lines(row, t, lines).map_err(device)?;
+        self.faultless(fault)?;
+        let vocab = self.map.trunk[self.program.head.weight.0].args.rows as usize;
+        let from = pick(lines) * LOGIT_LINE;
+        lines.line.resize(LOGIT_LINE.min(vocab - from), 0.0);
+        let at = self.map.logits + 4 * from as u64;
+        self.driver.read(at, bytes_of_mut(&mut lines.line)).map_err(device)?;
+        Ok(true)
     }
 
     fn max_logit_rows(&self) -> usize {

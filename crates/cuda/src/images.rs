@@ -24,6 +24,7 @@ pub const SOURCE: &str = concat!(
     include_str!("kernels/attention_tile.cu"),
     include_str!("kernels/moe.cu"),
     include_str!("kernels/recurrent.cu"),
+    include_str!("kernels/sample.cu"),
 );
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));

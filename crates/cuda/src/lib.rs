@@ -20,6 +20,7 @@ pub mod error;
 pub mod images;
 mod inputs;
 mod layout;
+mod lines;
 mod load;
 mod map;
 mod run;

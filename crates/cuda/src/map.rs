@@ -11,6 +11,7 @@ use forebay_store::StoreSpec;
 use crate::args::Ptr;
 use crate::error::CudaError;
 use crate::inputs::InputsMap;
+use crate::lines::LinesAt;
 use crate::load::{Placed, Stack, place};
 
 /// Rows that the kernels for few rows take: a decode step, or a few sequences' steps.
@@ -92,6 +93,8 @@ pub(crate) struct Map {
     pub gathered: Ptr,
     pub head_pack: PackMem,
     pub logits: Ptr,
+    /// [`LinesAt`] of one row's logits.
+    pub lines: Ptr,
     /// Bytes in all.
     pub total: u64,
     pub ledger: Ledger,
@@ -250,6 +253,7 @@ impl Map {
             gathered: c.floats(logit_rows * head.cols),
             head_pack: c.pack(logit_rows, head.cols.next_multiple_of(32)),
             logits: c.floats(logit_rows * head.rows),
+            lines: c.take(LinesAt::bytes(head.rows) as u64),
             total: 0,
             ledger: Ledger::default(),
         };

@@ -1,6 +1,8 @@
 //! Products on the GPU against the scalar oracle, for every format: what `forebay selftest` runs on a machine with a GPU, and
 //! the tests run in the emulator. Whole models are compared by `eval same --backend cuda`.
 
+use forebay_cpu::vecmath::exp;
+use forebay_program::{LOGIT_LINE, LogitLines};
 use forebay_quant::format::ParamType;
 use forebay_quant::{Format, MatrixView, PlaneView, dequantize_row, dot_f32, dot_q8};
 
@@ -9,6 +11,7 @@ use crate::backend::Gpu;
 use crate::driver::{Driver, Kernel, Launch, Plain, bytes_of, bytes_of_mut};
 use crate::error::CudaError;
 use crate::layout::Layout;
+use crate::lines::LinesAt;
 use crate::load::{Stack, place};
 use crate::run::GEMM_SHARED;
 
@@ -71,7 +74,57 @@ pub fn products(gpu: &Gpu, seed: u64) -> Result<Report, CudaError> {
             case.compare(&*gpu.0, &mut rng, &mut report)?;
         }
     }
+    for (n, t) in [(1, 1.0), (1023, 0.7), (1024, 1.0), (5003, 1.9)] {
+        compare_lines(&*gpu.0, n, t, &mut rng, &mut report)?;
+    }
     Ok(report)
+}
+
+/// The largest and the sums of a row's lines against their definition, one number after the other.
+fn compare_lines(
+    d: &dyn Driver,
+    n: usize,
+    t: f32,
+    rng: &mut Rng,
+    report: &mut Report,
+) -> Result<(), CudaError> {
+    let mut logits: Vec<f32> = (0..n).map(|_| 60.0 * rng.float()).collect();
+    logits[n / 2] = f32::NEG_INFINITY;
+    logits[0] = 61.0;
+    let max = logits[0];
+    let sums = |t: f32| -> Vec<f64> {
+        let exp = |l: &f32| exp(((l - max) * t).max(-80.0)) as f64;
+        let line = |line: &[f32]| {
+            let (whole, rest) = line.split_at(line.len() / 8 * 8);
+            let lane = |i| whole.iter().skip(i).step_by(8).map(exp).fold(0.0, |s, e| s + e);
+            (0..8).map(lane).fold(0.0, |s, e| s + e) + rest.iter().map(exp).fold(0.0, |s, e| s + e)
+        };
+        logits.chunks(LOGIT_LINE).map(line).collect()
+    };
+    let largest = |line: &[f32]| line.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let want = LogitLines {
+        largest: logits.chunks(LOGIT_LINE).map(largest).collect(),
+        sums: sums(1.0),
+        own_sums: if t == 1.0 { Vec::new() } else { sums(t) },
+        line: Vec::new(),
+    };
+    let (at, to) = (d.alloc(4 * n as u64)?, d.alloc(LinesAt::bytes(n) as u64)?);
+    d.write(at, bytes_of(&logits))?;
+    let mut got = LogitLines::default();
+    let lines = LinesAt::enqueue(d, at, n, t, to)?;
+    let (from, bytes) = lines.results();
+    let mut bytes = vec![0; bytes];
+    d.read(from, &mut bytes)?;
+    lines.parse(&bytes, &mut got);
+    d.free(at);
+    d.free(to);
+    report.cases += 1;
+    report.numbers += 3 * want.sums.len();
+    report.finite += 3 * want.sums.len();
+    if got != want {
+        report.different.push(format!("lines of {n} logits, t {t}: {got:?}, not {want:?}"));
+    }
+    Ok(())
 }
 
 struct Case {

@@ -8,7 +8,7 @@ use forebay_cpu::{Level, Pool};
 use forebay_cuda::{CudaBackend, Gpu};
 use forebay_files::{Catalog, Disk, FileAccess, FileEntry};
 use forebay_models::ModelSpec;
-use forebay_program::{Backend, Extras, Program, TapSet, lower_with};
+use forebay_program::{Backend, Extras, LogitLines, Program, TapSet, lower_with};
 use forebay_store::pressure::PressureGauge;
 use forebay_store::{
     ExpertStore, FileSet, HugePages, IoOptions, LayerExperts, Policy, StoreOptions, StoreSnapshot,
@@ -165,6 +165,7 @@ pub struct Engine {
     pub(crate) prefixes: PrefixCache,
     pub(crate) hidden: Vec<f32>,
     pub(crate) logits: Vec<f32>,
+    pub(crate) lines: LogitLines,
     pub(crate) pilot: Pilot,
     pub(crate) taps: Vec<Box<dyn RoutingTap>>,
     pub(crate) steer: Arc<SteerVectors>,
@@ -385,6 +386,7 @@ impl Engine {
             prefixes: PrefixCache::default(),
             hidden: Vec::new(),
             logits: Vec::new(),
+            lines: LogitLines::default(),
             pilot,
             taps: Vec::new(),
             steering: loaded.steer.all(),

@@ -6,14 +6,16 @@
 //! `[rows, top_k, d]`; the rows sum them in rank order once all are in. So the order in which experts
 //! arrive, and in how many waves, decides nothing.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay_program::{ExpertMatrices, MoeId, Op, Pass, Segment, SequenceTables};
+use forebay_program::{ExpertMatrices, LogitLines, MoeId, Op, Pass, Segment, SequenceTables};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::pilot::Hint;
+use crate::sampler::LineDraw;
 use crate::state::Sequence;
 use crate::steer::SteeredRows;
 
@@ -28,13 +30,15 @@ pub struct Batch {
     pub logit_rows: Vec<u32>,
     /// Some rows may be taken back: [`Pass::tape`].
     pub(crate) tape: bool,
+    /// The one row of the batch is drawn from so: its logits need not be handed out where the backend can spare them.
+    pub(crate) draw: Option<LineDraw>,
 }
 
 impl Batch {
     /// Consecutive tokens of one sequence.
     pub fn single(tokens: &[u32], logit_rows: Vec<u32>) -> Batch {
         let row_sequence = vec![0; tokens.len()];
-        Batch { tokens: tokens.to_vec(), row_sequence, logit_rows, tape: false }
+        Batch { tokens: tokens.to_vec(), row_sequence, logit_rows, tape: false, draw: None }
     }
 }
 
@@ -58,6 +62,31 @@ impl Control<'_> {
 /// Receives the logits of a row: (row in the batch, `[vocab]`).
 pub type LogitSink<'a> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), EngineError>;
 
+/// What is handed out of a row: all its logits `[vocab]`, or what is enough to choose from it.
+#[derive(Clone, Copy, Debug)]
+pub enum Logits<'a> {
+    /// All of them.
+    All(&'a [f32]),
+    /// Where a turn [allows it](crate::speculate::Turn::by_lines) only.
+    Lines(&'a LogitLines),
+}
+
+impl Deref for Logits<'_> {
+    type Target = [f32];
+
+    /// # Panics
+    /// Where there are only lines.
+    fn deref(&self) -> &[f32] {
+        match self {
+            Logits::All(logits) => logits,
+            Logits::Lines(_) => panic!("whoever wants logits allows no lines"),
+        }
+    }
+}
+
+/// As [`LogitSink`].
+pub(crate) type RowSink<'a> = &'a mut dyn FnMut(usize, Logits<'_>) -> Result<(), EngineError>;
+
 impl Engine {
     /// Computes a batch: extends every sequence by its rows and hands out the logits asked for.
     ///
@@ -70,7 +99,7 @@ impl Engine {
         control: &mut Control<'_>,
         sink: LogitSink<'_>,
     ) -> Result<(), EngineError> {
-        let added = self.pass(batch, sequences, control, sink)?;
+        let added = self.pass(batch, sequences, control, &mut |row, logits| sink(row, &logits))?;
         if let [sequence] = sequences {
             self.observed(sequence, &batch.tokens)?;
         }
@@ -88,7 +117,7 @@ impl Engine {
         batch: &Batch,
         sequences: &mut [&mut Sequence],
         control: &mut Control<'_>,
-        sink: LogitSink<'_>,
+        sink: RowSink<'_>,
     ) -> Result<Vec<usize>, EngineError> {
         let added = self.check(batch, sequences)?;
         for (s, rows) in sequences.iter_mut().zip(&added) {
@@ -154,7 +183,7 @@ impl Engine {
         batch: &Batch,
         steered: &SteeredRows,
         control: &mut Control<'_>,
-        sink: LogitSink<'_>,
+        sink: RowSink<'_>,
     ) -> Result<(), EngineError> {
         let program = self.program.clone();
         let total = program.segments.len();
@@ -229,14 +258,24 @@ impl Engine {
     }
 
     /// Hands out the logits of the rows that want them.
-    fn logits(&mut self, batch: &Batch, sink: LogitSink<'_>) -> Result<(), EngineError> {
+    fn logits(&mut self, batch: &Batch, sink: RowSink<'_>) -> Result<(), EngineError> {
         let vocab = self.spec.vocab_size;
         let phases = &mut self.stats.phases;
+        if let (Some(draw), [row]) = (&batch.draw, &batch.logit_rows[..]) {
+            let lines = &mut self.lines;
+            let (backend, pick) = (&mut self.backend, |lines: &LogitLines| draw.pick(lines));
+            if timed(&mut phases.head, || backend.logit_lines(*row, draw.factor(), lines, &pick))? {
+                self.stats.memory_bytes += self.backend.take_bytes_moved();
+                let lines = Logits::Lines(&self.lines);
+                return timed(&mut phases.sampling, || sink(*row as usize, lines));
+            }
+        }
         for rows in batch.logit_rows.chunks(self.backend.max_logit_rows()) {
             self.logits.resize(rows.len() * vocab, 0.0);
             timed(&mut phases.head, || self.backend.logits(rows, &mut self.logits))?;
-            let mut rows = rows.iter().zip(self.logits.chunks_exact(vocab));
-            timed(&mut phases.sampling, || rows.try_for_each(|(&row, l)| sink(row as usize, l)))?;
+            let rows = rows.iter().zip(self.logits.chunks_exact(vocab));
+            let each = |(&row, l)| sink(row as usize, Logits::All(l));
+            timed(&mut phases.sampling, || { rows }.try_for_each(each))?;
         }
         self.stats.memory_bytes += self.backend.take_bytes_moved();
         Ok(())

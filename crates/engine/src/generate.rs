@@ -194,16 +194,14 @@ impl Engine {
                 params: &sampler.params().clone(),
                 recent: &recent,
                 most: limit - out.tokens.len(),
+                by_lines: true,
             };
             chosen.clear();
             let position = sequence.len() as u64 + 1;
-            let mut sampling = std::time::Duration::ZERO;
             let mut inner = Control { cancel: control.cancel, progress: &mut quiet };
             let step = self.round(sequence, &turn, &mut inner, &mut |logits, before| {
-                let clock = Instant::now();
                 let position = position + before as u64;
-                let choice = sampler.sample(logits, &history, position);
-                sampling += clock.elapsed();
+                let choice = sampler.choose(logits, &history, position);
                 let nan = EngineError::LogitNan { position: position as usize - 1 };
                 let choice = choice.ok_or(nan)?;
                 history.push(choice.token);
@@ -211,7 +209,6 @@ impl Engine {
                 let ends = params.eos_ids.contains(&choice.token) && !params.ignore_eos;
                 Ok(if ends { Chosen::Last(choice.token) } else { Chosen::More(choice.token) })
             });
-            self.stats.phases.sampling += sampling;
             match step {
                 Ok(done) => round = Some(done),
                 Err(EngineError::Cancelled) => {

@@ -37,7 +37,7 @@ pub mod tap;
 pub use capture::{CapturePoint, CaptureRows, Captured};
 pub use engine::Engine;
 pub use error::EngineError;
-pub use forward::{Batch, Control};
+pub use forward::{Batch, Control, Logits};
 pub use generate::{Finish, GenerateParams, Generated, TokenEvent};
 pub use options::{BackendChoice, Contexts, EngineOptions, MemoryLimit, ResidencyChoice};
 pub use pilot::{PilotCounts, Prefetch};

@@ -8,6 +8,9 @@ use std::cmp::Ordering;
 
 use forebay_cpu::Level;
 use forebay_cpu::vecmath::exp_slice;
+use forebay_program::{LOGIT_LINE as LINE, LogitLines};
+
+use crate::forward::Logits;
 
 /// Sampling parameters. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
@@ -65,6 +68,14 @@ pub struct Choice {
 }
 
 impl SamplerParams {
+    /// Whether logits change by what was seen lately.
+    fn penalises(&self, recent: &[u32]) -> bool {
+        let off = self.repeat_penalty == 1.0
+            && self.presence_penalty == 0.0
+            && self.frequency_penalty == 0.0;
+        !recent.is_empty() && !off
+    }
+
     /// Whether every token can be drawn.
     fn draws_from_all(&self) -> bool {
         self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
@@ -89,8 +100,7 @@ impl Sampler {
         let log_sum = sums.iter().sum::<f64>().ln();
         let p = &self.params;
         let recent = &history[history.len().saturating_sub(p.repeat_last)..];
-        let penalised = !recent.is_empty()
-            && (p.repeat_penalty != 1.0 || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0);
+        let penalised = p.penalises(recent);
         let token = if p.temperature <= 0.0 && !penalised {
             argmax(logits)
         } else if !penalised && p.draws_from_all() {
@@ -107,6 +117,22 @@ impl Sampler {
         };
         let logprob = (logits[token as usize] as f64 - max as f64 - log_sum) as f32;
         Some(Choice { token, logprob })
+    }
+
+    /// As [`Sampler::sample`], from whatever a pass handed out.
+    pub fn choose(
+        &mut self,
+        logits: &Logits<'_>,
+        history: &[u32],
+        position: u64,
+    ) -> Option<Choice> {
+        match logits {
+            Logits::All(logits) => self.sample(logits, history, position),
+            Logits::Lines(lines) => {
+                let recent = &history[history.len().saturating_sub(self.params.repeat_last)..];
+                LineDraw::new(&self.params, recent, position)?.choose(lines)
+            }
+        }
     }
 
     fn draw(&mut self, position: u64) -> u32 {
@@ -196,9 +222,6 @@ pub fn argmax(logits: &[f32]) -> u32 {
     (best.0 + line.iter().position(|l| *l == best.1).unwrap_or(0)) as u32
 }
 
-/// Logits that are looked at together.
-const LINE: usize = 1024;
-
 /// The largest; NaN is passed over.
 fn largest(logits: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
@@ -244,17 +267,84 @@ fn line_sums(logits: &[f32], max: f32, inv_t: f32) -> Vec<f64> {
     sums
 }
 
+/// A choice that needs no more of a row than [`LogitLines`]: greedy, or where nothing is cut.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct LineDraw {
+    /// None: greedy.
+    uniform: Option<f64>,
+    t: f32,
+}
+
+impl LineDraw {
+    /// None: such a choice needs all logits.
+    pub(crate) fn new(p: &SamplerParams, recent: &[u32], position: u64) -> Option<LineDraw> {
+        let greedy = p.temperature <= 0.0;
+        if p.penalises(recent) || !(greedy || p.draws_from_all()) {
+            return None;
+        }
+        let uniform = (!greedy).then(|| uniform(p.seed, position, 0));
+        Some(LineDraw { uniform, t: if greedy { 1.0 } else { 1.0 / p.temperature } })
+    }
+
+    /// What differences of logits are multiplied by.
+    pub(crate) fn factor(&self) -> f32 {
+        self.t
+    }
+
+    /// The line of the token.
+    pub(crate) fn pick(&self, lines: &LogitLines) -> usize {
+        match self.uniform {
+            None => {
+                let max = largest(&lines.largest);
+                lines.largest.iter().position(|l| *l == max).unwrap_or(0)
+            }
+            Some(uniform) => line_of(self.own_sums(lines), uniform).0,
+        }
+    }
+
+    fn own_sums<'a>(&self, lines: &'a LogitLines) -> &'a [f64] {
+        // A temperature of one needs no exponentials of its own.
+        if self.t == 1.0 { &lines.sums } else { &lines.own_sums }
+    }
+
+    /// The token, with the line that was picked. As [`Sampler::sample`].
+    fn choose(&self, lines: &LogitLines) -> Option<Choice> {
+        let max = finite_max(&lines.largest)?;
+        let log_sum = lines.sums.iter().sum::<f64>().ln();
+        let within = match self.uniform {
+            None => argmax(&lines.line) as usize,
+            Some(uniform) => {
+                let (_, left) = line_of(self.own_sums(lines), uniform);
+                draw_in_line(&lines.line, max, self.t, left)
+            }
+        };
+        let token = (self.pick(lines) * LINE + within) as u32;
+        let logprob = (lines.line[within] as f64 - max as f64 - log_sum) as f32;
+        Some(Choice { token, logprob })
+    }
+}
+
 /// Draws where nothing is cut: the line first, by the lines' sums, then the token in it.
 fn draw_from_all(logits: &[f32], max: f32, sums: &[f64], p: &SamplerParams, position: u64) -> u32 {
-    let inv_t = 1.0 / p.temperature;
-    let mut left = uniform(p.seed, position, 0) * sums.iter().sum::<f64>();
+    let (at, left) = line_of(sums, uniform(p.seed, position, 0));
+    let start = at * LINE;
+    let line = &logits[start..logits.len().min(start + LINE)];
+    (start + draw_in_line(line, max, 1.0 / p.temperature, left)) as u32
+}
+
+/// The line that a number in `[0, 1)` falls into, and what is left of it there.
+fn line_of(sums: &[f64], uniform: f64) -> (usize, f64) {
+    let mut left = uniform * sums.iter().sum::<f64>();
     let mut at = 0;
     while at + 1 < sums.len() && left >= sums[at] {
         left -= sums[at];
         at += 1;
     }
-    let start = at * LINE;
-    let line = &logits[start..logits.len().min(start + LINE)];
+    (at, left)
+}
+
+/// The token in a line.
+fn draw_in_line(line: &[f32], max: f32, inv_t: f32, mut left: f64) -> usize {
     let mut chosen = line.len() - 1;
     exponentials(line, max, inv_t, |_, weights, _| {
         for (i, w) in weights.iter().enumerate() {
@@ -265,7 +355,7 @@ fn draw_from_all(logits: &[f32], max: f32, sums: &[f64], p: &SamplerParams, posi
             }
         }
     });
-    (start + chosen) as u32
+    chosen
 }
 
 /// The largest logit. `None` when a logit is NaN or +inf, or all are -inf.
@@ -315,6 +405,65 @@ mod tests {
         assert!(
             Sampler::new(SamplerParams::default()).sample(&[f32::NEG_INFINITY], &[], 0).is_none()
         );
+    }
+
+    /// Lines by the words of their definition, one number after the other.
+    fn lines_of(logits: &[f32], draw: &LineDraw) -> LogitLines {
+        let max = logits.iter().fold(f32::NEG_INFINITY, |m, l| if *l > m { *l } else { m });
+        let sums = |t: f32| {
+            let line = |line: &[f32]| {
+                let exp = |l: &f32| {
+                    let mut x = [((l - max) * t).max(-80.0)];
+                    exp_slice(Level::Scalar, &mut x);
+                    x[0] as f64
+                };
+                let whole = line.len() / 8 * 8;
+                let lane = |i| line[..whole].iter().skip(i).step_by(8).map(exp).sum::<f64>();
+                let rest = line[whole..].iter().map(exp).sum::<f64>();
+                (0..8).map(lane).sum::<f64>() + rest
+            };
+            logits.chunks(LINE).map(line).collect::<Vec<f64>>()
+        };
+        let mut lines = LogitLines {
+            largest: logits
+                .chunks(LINE)
+                .map(|l| if l.iter().any(|x| x.is_nan()) { f32::NAN } else { largest(l) })
+                .collect(),
+            sums: sums(1.0),
+            own_sums: if draw.t == 1.0 { Vec::new() } else { sums(draw.t) },
+            line: Vec::new(),
+        };
+        let at = draw.pick(&lines) * LINE;
+        lines.line = logits[at..logits.len().min(at + LINE)].to_vec();
+        lines
+    }
+
+    #[test]
+    fn lines_are_enough_to_choose_from() {
+        for n in [5usize, 1024, 5003] {
+            for seed in 0..400 {
+                let params = SamplerParams {
+                    temperature: [0.0, 1.0, 0.7, 1.9][seed % 4],
+                    seed: seed as u64,
+                    ..Default::default()
+                };
+                // Few values, so that the largest comes more than once.
+                let value = |i: usize| (uniform(9, seed as u64, i as u64) * 40.0).floor() as f32;
+                let mut logits: Vec<f32> = (0..n).map(|i| value(i) * 0.3 - 6.0).collect();
+                logits[seed % n] = f32::NEG_INFINITY;
+                let whole = Sampler::new(params.clone()).sample(&logits, &[1], 77);
+                let draw = LineDraw::new(&params, &[1], 77).unwrap();
+                assert_eq!(draw.choose(&lines_of(&logits, &draw)), whole, "{n} {seed}");
+                assert!(whole.is_some());
+                logits[(seed * 7) % n] = f32::NAN;
+                assert_eq!(draw.choose(&lines_of(&logits, &draw)), None);
+            }
+        }
+        let cut = SamplerParams { temperature: 1.0, top_k: 4, ..Default::default() };
+        assert_eq!(LineDraw::new(&cut, &[], 0), None);
+        let penalised = SamplerParams { repeat_penalty: 1.1, ..Default::default() };
+        assert_eq!(LineDraw::new(&penalised, &[1], 0), None);
+        assert!(LineDraw::new(&penalised, &[], 0).is_some());
     }
 
     #[test]

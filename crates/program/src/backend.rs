@@ -91,6 +91,29 @@ pub trait WholePass {
     fn pass(&mut self, pass: &Pass<'_>, tokens: &[u32]) -> Result<(), BackendError>;
 }
 
+/// Logits that are looked at together where a row is sampled by [`LogitLines`].
+pub const LOGIT_LINE: usize = 1024;
+
+/// What choosing a token needs of a row's logits, without the logits: by lines of [`LOGIT_LINE`], the last one shorter.
+///
+/// Numbers are the sampler's, bit for bit: exponentials in f32 with `x = (l - max) * t` taken as -80 where it is below, `max`
+/// being the row's largest; sums of a line in f64, number `i` of it going to lane `i % 8` in ascending order, then the lanes in
+/// ascending order, then what is left of a line that is no multiple of 8, by itself and added last.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LogitLines {
+    /// The largest logit of each line; NaN where any of it is.
+    pub largest: Vec<f32>,
+    /// The sum of each line's exponentials with `t` = 1.
+    pub sums: Vec<f64>,
+    /// The same with the `t` that was asked for; empty where that is 1.
+    pub own_sums: Vec<f64>,
+    /// The logits of the line that was picked.
+    pub line: Vec<f32>,
+}
+
+/// Names a line, by the sums and maxima of all.
+pub type PickLine<'a> = &'a dyn Fn(&LogitLines) -> usize;
+
 /// Runs programs.
 pub trait Backend: Send {
     /// Name as in `--backend`.
@@ -129,6 +152,19 @@ pub trait Backend: Send {
 
     /// Logits of chosen rows: `out` is `[rows.len(), vocab]`, at most [`Backend::max_logit_rows`] rows.
     fn logits(&mut self, rows: &[u32], out: &mut [f32]) -> Result<(), BackendError>;
+
+    /// Fills `lines` for one row, with `t` as its own factor, and the line that `pick` names; its errors are those of
+    /// [`Backend::logits`]. False: this backend has nothing to gain from it, and [`Backend::logits`] is to be called.
+    fn logit_lines(
+        &mut self,
+        row: u32,
+        t: f32,
+        lines: &mut LogitLines,
+        pick: PickLine<'_>,
+    ) -> Result<bool, BackendError> {
+        let _ = (row, t, lines, pick);
+        Ok(false)
+    }
 
     /// Most rows in one call of [`Backend::logits`].
     fn max_logit_rows(&self) -> usize;

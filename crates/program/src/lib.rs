@@ -19,7 +19,8 @@ pub mod scratch;
 pub mod tap;
 
 pub use backend::{
-    Backend, BackendError, ExpertMatrices, Pass, Routing, SequenceTables, WholePass,
+    Backend, BackendError, ExpertMatrices, LOGIT_LINE, LogitLines, Pass, PickLine, Routing,
+    SequenceTables, WholePass,
 };
 pub use ledger::{Ledger, LedgerItem};
 pub use lower::{Extras, lower, lower_with};

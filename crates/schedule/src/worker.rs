@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use forebay_engine::prefix::Origin;
 use forebay_engine::sampler::log_sum_exp;
 use forebay_engine::speculate::{Chosen, Turn};
-use forebay_engine::{Batch, Control, Engine, EngineError, Sampler, Sequence};
+use forebay_engine::{Batch, Control, Engine, EngineError, Logits, Sampler, Sequence};
 
 use crate::job::{Constraint, Flow, Job, Outcome, Token, Usage};
 use crate::scheduler::{Call, Pace, SchedulerOptions, Shared, Waiting};
@@ -242,7 +242,9 @@ impl Worker {
         let params = r.sampler.params().clone();
         let recent = r.tokens[r.tokens.len().saturating_sub(params.repeat_last)..].to_vec();
         let token = *r.tokens.last().expect("a prompt has tokens");
-        let turn = Turn { token, params: &params, recent: &recent, most };
+        let by_lines =
+            r.job.constraint.is_none() && r.job.bias.is_empty() && r.job.logprobs.is_none();
+        let turn = Turn { token, params: &params, recent: &recent, most, by_lines };
         let known = r.tokens.len();
         let mut chosen: Vec<Choice> = Vec::new();
         let mut control = Control { cancel: &self.shared.abort, progress: &mut |_, _| {} };
@@ -355,7 +357,7 @@ impl Worker {
         let mut control = Control { cancel: &self.shared.abort, progress: &mut |_, _| {} };
         let result = self.engine.forward(&batch, &mut lent, &mut control, &mut |_, logits| {
             // Rows come in order, one for each that chooses.
-            chosen.extend(choosing.next().map(|mut c| c.choose(logits)));
+            chosen.extend(choosing.next().map(|mut c| c.choose(&Logits::All(logits))));
             Ok(())
         });
         drop(choosing);
@@ -451,12 +453,12 @@ struct Choosing<'a> {
 }
 
 impl Choosing<'_> {
-    /// The token after all that is known, which the rules then have taken; `logits` is `[vocab]`.
-    fn choose(&mut self, logits: &[f32]) -> Choice {
+    /// The token after all that is known, which the rules then have taken.
+    fn choose(&mut self, logits: &Logits<'_>) -> Choice {
         let position = self.tokens.len() as u64;
         let nan = || EngineError::LogitNan { position: self.tokens.len() - 1 }.to_string();
         let choice = if self.constraint.is_none() && self.bias.is_empty() {
-            self.sampler.sample(logits, self.tokens, position).ok_or_else(nan)?
+            self.sampler.choose(logits, self.tokens, position).ok_or_else(nan)?
         } else {
             let mut changed = logits.to_vec();
             for (id, bias) in self.bias {

@@ -96,6 +96,8 @@ kernels! {
     Combine = "combine": CombineArgs,
     ConvSilu = "conv_silu": ConvArgs,
     DeltaRule = "delta_rule": DeltaArgs,
+    LineMax = "line_max": LinesArgs,
+    LineSums = "line_sums": LinesArgs,
 }
 
 impl Kernel {

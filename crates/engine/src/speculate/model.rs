@@ -87,7 +87,7 @@ impl Drafter for DraftModel {
                 &mut [&mut self.sequence],
                 &mut control,
                 &mut |_, logits| {
-                    chosen = request.choose(logits);
+                    chosen = request.choose(&logits);
                     Ok(())
                 },
             )?;

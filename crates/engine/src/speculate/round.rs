@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::forward::{Batch, Control};
-use crate::sampler::{Sampler, SamplerParams};
+use crate::forward::{Batch, Control, Logits};
+use crate::sampler::{LineDraw, Sampler, SamplerParams};
 use crate::speculate::{DraftRequest, MOST_TOKENS};
 use crate::state::Sequence;
 
@@ -27,6 +27,9 @@ pub struct Turn<'a> {
     pub recent: &'a [u32],
     /// At most so many tokens are wanted, at least 1.
     pub most: usize,
+    /// Whoever chooses does it by [`Sampler::choose`] with `params` after `recent`, and looks at no logits: they may stay
+    /// where they are.
+    pub by_lines: bool,
 }
 
 /// What was chosen from a row.
@@ -57,8 +60,8 @@ impl Round {
     }
 }
 
-/// Chooses from the logits `[vocab]` of a row; it is told how many were chosen before in the round.
-pub type Choose<'a> = &'a mut dyn FnMut(&[f32], usize) -> Result<Chosen, EngineError>;
+/// Chooses from the logits of a row; it is told how many were chosen before in the round.
+pub type Choose<'a> = &'a mut dyn FnMut(&Logits<'_>, usize) -> Result<Chosen, EngineError>;
 
 impl Engine {
     /// Computes the chosen token's row, and rows of drafts where something drafts for this sequence. `choose` gets the logits
@@ -80,14 +83,17 @@ impl Engine {
         let mut rows = vec![turn.token];
         rows.extend(drafts);
         let logit_rows = (0..rows.len() as u32).collect();
-        let batch = Batch { tape: taped, ..Batch::single(&rows, logit_rows) };
+        let draw = (turn.by_lines && !taped)
+            .then(|| LineDraw::new(turn.params, turn.recent, sequence.len() as u64 + 1))
+            .flatten();
+        let batch = Batch { tape: taped, draw, ..Batch::single(&rows, logit_rows) };
         let mut chosen = 0;
         let mut more = true;
         self.pass(&batch, &mut [&mut *sequence], control, &mut |row, logits| {
             if !more {
                 return Ok(());
             }
-            let token = match choose(logits, row) {
+            let token = match choose(&logits, row) {
                 Ok(Chosen::More(token)) => Some(token),
                 Ok(Chosen::Last(_)) => None,
                 // What came before it holds; the row comes again.

@@ -168,7 +168,13 @@ fn what_is_taken_back_leaves_no_trace(#[case] name: &str) {
             let right = random(2, drafted + 1);
             *next.lock().unwrap() = (drafted, right);
             let mut known = truth.tokens[..=at].to_vec();
-            let turn = Turn { token: known[at], params: &drawn(), recent: &[], most: MOST + 1 };
+            let turn = Turn {
+                token: known[at],
+                params: &drawn(),
+                recent: &[],
+                most: MOST + 1,
+                by_lines: false,
+            };
             let round = Control::none(|c| {
                 engine.round(&mut sequence, &turn, c, &mut |logits, before| {
                     assert_eq!(bits(logits), truth.logits[at + before + 1 - prompt.len()]);
@@ -320,7 +326,7 @@ fn what_a_drafter_missed_is_no_cost_of_a_round() {
     let params = SamplerParams::default();
     let mut judged = Vec::new();
     while judged.len() < 2 && sequence.len() < 128 {
-        let turn = Turn { token, params: &params, recent: &[], most: 8 };
+        let turn = Turn { token, params: &params, recent: &[], most: 8, by_lines: false };
         let round = Control::none(|c| {
             engine.round(&mut sequence, &turn, c, &mut |logits, _| {
                 token = argmax(logits) as u32;

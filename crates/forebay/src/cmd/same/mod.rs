@@ -364,7 +364,7 @@ fn logits_of(
         }
         let greedy = SamplerParams::default();
         let token = tokens[done];
-        let turn = Turn { token, params: &greedy, recent: &[], most: end - done };
+        let turn = Turn { token, params: &greedy, recent: &[], most: end - done, by_lines: false };
         let round = engine.round(&mut sequence, &turn, &mut control, &mut |logits, _| {
             let next = add(logits);
             tokens.push(next);
