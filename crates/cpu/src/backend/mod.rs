@@ -4,33 +4,36 @@
 //! all are allocated when it is made, so that a pass allocates nothing that grows with the model. Each
 //! [`Op`] is a few calls of kernels. Not here: kernels, scheduling, disks.
 
+mod attend;
 mod experts;
 mod profile;
 mod recurrent;
 mod saved;
+mod weights;
 
 use std::ops::Range;
 
-use forebay_models::{VectorRef, WeightRef};
+use forebay_models::WeightRef;
 use forebay_program::{
-    AttentionOp, Backend, BackendError, Buffer, BufferId, ExpertMatrices, Factor, Head, KvLayer,
-    LinearOp, MoeId, Op, Operand, Pass, Profile, Program, Routing, SequenceTables, Vector,
-    VectorForm, Work,
+    Backend, BackendError, Buffer, BufferId, ExpertMatrices, Factor, Head, KvLayer, LinearOp,
+    MoeId, Op, Operand, Pass, Profile, Program, Routing, SequenceTables, Vector, Work,
 };
-use forebay_quant::{MatrixView, PlaneView, Q8Rows};
+use forebay_quant::Q8Rows;
 use forebay_store::{FileSet, HugePages, Region, StoreError, TrunkImage};
 use std::sync::Arc;
 
+use attend::attention_rows;
 use experts::{ByExpert, ExpertScratch};
 use profile::Profiler;
+use weights::{extents, trunk_extents, view_bytes, weight_view};
+pub use weights::{load_vector, read_vector};
 
-use crate::attention::{self, AttnParams, AttnRow, KvLayout, KvPages, KvType};
+use crate::attention::{self, KvLayout, KvType};
 use crate::matmul::{self, Input, Job, OutRows};
 use crate::ops;
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
 use crate::simd::Level;
-use crate::vecmath;
 
 /// Rows that want logits are worked through this many at a time, so that `[rows, vocab]` stays small.
 const LOGIT_ROWS: usize = 16;
@@ -294,49 +297,6 @@ impl CpuBackend {
             (format!("head ({})", w.format.name()), work)
         });
     }
-
-    fn attention(&mut self, pass: &Pass<'_>, op: &AttentionOp) {
-        let rows = pass.rows();
-        let class = self.program.kv_layers[op.kv.0].class;
-        let q_range = self.range(op.q, rows);
-        let dst_range = self.range(op.dst, rows);
-        let kv = &self.kv[op.kv.0];
-        let mut attn_rows = attention_rows(pass, class);
-        let mut window = op.window;
-        if op.two_way {
-            // Who sees to the end of its rows sees what the last of them sees; a window grows by as many.
-            let mut longest = 0;
-            for rows in attn_rows.chunk_by_mut(|a, _| !a.last_of_sequence) {
-                let last = rows.last().map_or(0, |row| row.pos);
-                rows.iter_mut().for_each(|row| row.pos = last);
-                longest = longest.max(rows.len());
-            }
-            window = window.map(|w| w + longest - 1);
-        }
-        let position_bytes = kv.layout.page_bytes() as u64 / attention::BLOCK as u64;
-        for row in &attn_rows {
-            let seen = (row.pos as u64 + 1).min(window.unwrap_or(usize::MAX) as u64);
-            // Rows of one sequence share what they read; the last row's reads stand for all.
-            if row.last_of_sequence {
-                self.bytes_moved += seen * position_bytes;
-            }
-        }
-        let rows: Vec<AttnRow<'_>> = attn_rows.iter().map(|r| r.row()).collect();
-        let [q, out] = self
-            .arena
-            .get_disjoint_mut([q_range, dst_range])
-            .expect("attention's buffers are apart");
-        let width = op.n_heads * kv.layout.head_dim;
-        let params = AttnParams {
-            n_heads: op.n_heads,
-            scale: op.scale,
-            window,
-            sinks: op.sinks.map(|s| self.vectors[s.0].as_slice()),
-        };
-        let pages = KvPages { layout: kv.layout, data: &kv.pages, stride: kv.layout.page_bytes() };
-        let (q, out) = (Rows::dense(q, width), RowsMut::dense(out, width));
-        attention::attend(&self.pool, self.level, &params, &pages, &rows, q, out);
-    }
 }
 
 impl Backend for CpuBackend {
@@ -576,30 +536,6 @@ impl CpuBackend {
     }
 }
 
-/// A row with its page table.
-struct RowPages<'a> {
-    pos: u32,
-    table: &'a [u32],
-    last_of_sequence: bool,
-}
-
-impl<'a> RowPages<'a> {
-    fn row(&self) -> AttnRow<'a> {
-        AttnRow { pos: self.pos, table: self.table }
-    }
-}
-
-fn attention_rows<'a>(pass: &Pass<'a>, class: usize) -> Vec<RowPages<'a>> {
-    let next = pass.row_sequence.iter().skip(1).map(Some).chain([None]);
-    let rows = pass.positions.iter().zip(pass.row_sequence).zip(next);
-    rows.map(|((&pos, s), next)| RowPages {
-        pos,
-        table: &pass.sequences[*s as usize].classes[class],
-        last_of_sequence: next != Some(s),
-    })
-    .collect()
-}
-
 fn buffer_range(program: &Program, max_rows: usize, b: BufferId, rows: usize) -> Range<usize> {
     let buffer = program.buffers[b.0];
     let start = buffer.offset * max_rows;
@@ -619,50 +555,4 @@ fn disjoint<'a>(arena: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f
         (rest, at) = (tail, ranges[i].end);
     }
     parts.into_iter().map(|p| p.expect("every range was visited")).collect()
-}
-
-fn trunk_extents(program: &Program) -> Vec<forebay_models::Extent> {
-    extents(&program.weights)
-}
-
-fn extents(weights: &[WeightRef]) -> Vec<forebay_models::Extent> {
-    weights.iter().flat_map(|w| w.planes.iter().map(|p| p.extent)).collect()
-}
-
-fn weight_view<'a>(trunk: &'a TrunkImage, w: &WeightRef) -> MatrixView<'a> {
-    let mut planes = [PlaneView { data: &[], stride: 0 }; 3];
-    for (view, p) in planes.iter_mut().zip(&w.planes) {
-        *view = PlaneView { data: trunk.bytes(p.extent), stride: p.stride as usize };
-    }
-    MatrixView::new(w.format, w.rows, w.cols, &planes[..w.planes.len()])
-        .expect("extents of weights are checked when the model is read")
-}
-
-fn view_bytes(m: &MatrixView<'_>) -> u64 {
-    m.format().matrix_bytes(m.rows(), m.cols()).unwrap_or(0)
-}
-
-/// Reads a stored vector as f32.
-pub fn read_vector(files: &FileSet, v: &VectorRef) -> Result<Vec<f32>, StoreError> {
-    let mut bytes = vec![0; v.extent.len as usize];
-    files.read_exact_at(v.extent, &mut bytes)?;
-    let item = v.format.planes()[0].bytes;
-    let mut all = vec![0.0; bytes.len() / item];
-    forebay_quant::decode_floats(v.format, &bytes, &mut all);
-    Ok(all.into_iter().step_by(v.stride).take(v.len).collect())
-}
-
-/// A vector of a program as it is used.
-pub fn load_vector(files: &FileSet, vector: &Vector) -> Result<Vec<f32>, StoreError> {
-    let add = if vector.plus_one { 1.0 } else { 0.0 };
-    let finish = |x: f32| (x + add) * vector.factor;
-    let plain: Vec<f32> = read_vector(files, &vector.source)?.into_iter().map(finish).collect();
-    Ok(match vector.form {
-        VectorForm::Plain => plain,
-        VectorForm::NegativeExp => plain.into_iter().map(|x| -vecmath::exp(x)).collect(),
-        VectorForm::Transposed { inner } => {
-            let column = |c: usize| plain.iter().skip(c).step_by(inner).copied();
-            (0..inner).flat_map(column).collect()
-        }
-    })
 }
