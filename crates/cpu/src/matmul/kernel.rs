@@ -475,20 +475,8 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                         folded[r].write(Folded::of(&*a[r].add(whole)));
                     }
                 }
-                for sub in 0..n_sub {
-                    for v in 0..NV {
-                        let w = ptrs[sub * NV + v].decode_tail(decoder, weight, bytes, rest);
-                        let codes = I::fold(&w.codes);
-                        for r in 0..n {
-                            let acc = sums.add(((sub * n + r) * NV + v) * width);
-                            let old = if whole == 0 { I::zero() } else { I::load_acc(acc) };
-                            let (a, folded) = (a[r].add(whole), folded[r].assume_init_ref());
-                            let sum = I::act_i32(&raw const (*a).sum);
-                            let dot = I::dot_folded(&codes, rest, decoder.offset(), folded, sum);
-                            I::store_acc(add_dot(&w, dot, a, D::FACTS.bias, old), acc);
-                        }
-                    }
-                }
+                let tail = FoldedTail { whole, rest, rows: &a[..n], folded: &folded[..n] };
+                tail.add::<I, D, NV>(decoder, weight, &ptrs[..n_sub * NV], sums);
             }
             if n_features == FEATURES {
                 for r in 0..n {
@@ -507,6 +495,53 @@ unsafe fn many_rows<I: Isa, D: Decoder<I>, const NV: usize>(
                         let first = f0 + (sub * NV + v) * I::ROWS;
                         write::<I>(tile, rows.get(row0 + r).1, first, acc);
                     }
+                }
+            }
+        }
+    }
+}
+
+/// The last group of activation rows where it has one or two blocks only: two such blocks of weights go into one product.
+struct FoldedTail<'a> {
+    /// Groups before it, and its blocks.
+    whole: usize,
+    rest: usize,
+    /// First groups of the activation rows.
+    rows: &'a [*const Q8Group],
+    /// Their last groups, folded.
+    folded: &'a [MaybeUninit<Folded>],
+}
+
+impl FoldedTail<'_> {
+    /// Adds its products with some vectors of features to the lane sums `[vectors / NV][rows][NV]`.
+    ///
+    /// # Safety
+    /// The instruction set of `I` must be there; `rows` have a group behind `whole`, which is in `folded`; `sums` has
+    /// room, and holds the sums of the groups before unless there are none.
+    #[inline(always)]
+    unsafe fn add<I: Isa, D: Decoder<I>, const NV: usize>(
+        &self,
+        decoder: &D,
+        weight: &MatrixView<'_>,
+        features: &[Features],
+        sums: *mut f32,
+    ) {
+        let (whole, rest, n) = (self.whole, self.rest, self.rows.len());
+        let (bytes, width) = (weight.format().group_bytes(), I::ROWS * LANES);
+        // SAFETY: as the caller says.
+        unsafe {
+            for (i, features) in features.iter().enumerate() {
+                let (sub, v) = (i / NV, i % NV);
+                let w = features.decode_tail(decoder, weight, bytes, rest);
+                let codes = I::fold(&w.codes);
+                for r in 0..n {
+                    let acc = sums.add(((sub * n + r) * NV + v) * width);
+                    let old = if whole == 0 { I::zero() } else { I::load_acc(acc) };
+                    let a = self.rows[r].add(whole);
+                    let sum = I::act_i32(&raw const (*a).sum);
+                    let folded = self.folded[r].assume_init_ref();
+                    let dot = I::dot_folded(&codes, rest, decoder.offset(), folded, sum);
+                    I::store_acc(add_dot(&w, dot, a, D::FACTS.bias, old), acc);
                 }
             }
         }
