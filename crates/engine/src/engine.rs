@@ -214,14 +214,18 @@ enum Embedding {
     Tied,
 }
 
-/// What loading makes, on the CPU or on a GPU.
-struct Loaded {
+/// What stays of what was opened.
+struct Known {
     spec: ModelSpec,
     program: Arc<Program>,
-    plan: MemoryPlan,
     options: EngineOptions,
     steer: Arc<SteerVectors>,
     captured: TapSet,
+}
+
+/// What computes, on the CPU or on a GPU, and what it reads.
+struct Placed {
+    plan: MemoryPlan,
     files: Arc<FileSet>,
     backend: Box<dyn Backend>,
     store: Option<Box<dyn ExpertStore>>,
@@ -290,21 +294,10 @@ impl Engine {
             false => Embedding::File(RowReader::new(spec.embedding.clone())),
         };
         let speculate = options.clone();
-        let mut engine = Engine::assemble(Loaded {
-            spec,
-            program,
-            plan,
-            options,
-            steer,
-            captured,
-            files,
-            backend: Box::new(backend),
-            store,
-            io,
-            embedding,
-            gpu: None,
-            reason,
-        });
+        let (backend, gpu) = (Box::new(backend), None);
+        let placed = Placed { plan, files, backend, store, io, embedding, gpu, reason };
+        let known = Known { spec, program, options, steer, captured };
+        let mut engine = Engine::assemble(known, placed);
         engine.speculation = setup::build(&engine, &speculate, (draft, block), &pool)?;
         engine.lend()?;
         Ok(engine)
@@ -331,13 +324,8 @@ impl Engine {
         )?;
         let Opened { mut spec, program, options, steer, captured, .. } = opened;
         drop_experts(&mut spec);
-        Ok(Engine::assemble(Loaded {
-            spec,
-            program,
+        let placed = Placed {
             plan,
-            options,
-            steer,
-            captured,
             files,
             backend: Box::new(backend),
             store: None,
@@ -345,12 +333,14 @@ impl Engine {
             embedding: Embedding::Tied,
             gpu: Some(gpu),
             reason: None,
-        }))
+        };
+        Ok(Engine::assemble(Known { spec, program, options, steer, captured }, placed))
     }
 
     /// Everything that follows from what was loaded.
-    fn assemble(loaded: Loaded) -> Engine {
-        let Loaded { spec, program, plan, options, files, backend, store, .. } = loaded;
+    fn assemble(known: Known, placed: Placed) -> Engine {
+        let Known { spec, program, options, steer, captured } = known;
+        let Placed { plan, files, backend, store, io, embedding, gpu, reason } = placed;
         let pages = PagePool::new(
             &program.kv_windows,
             &plan.shape.kv_pages[..program.kv_windows.len()],
@@ -361,14 +351,14 @@ impl Engine {
         let elastic = ElasticShape {
             slot_bytes: experts.map_or(0, |spec| spec.slot_bytes()),
             n_experts: experts.map_or(0, |spec| spec.n_experts_total()),
-            store: StoreOptions { io: loaded.io, policy: options.policy },
+            store: StoreOptions { io, policy: options.policy },
             adjustments: 0,
         };
         let pilot = match store {
             Some(_) => Pilot::new(options.prefetch, program.moes.len()),
             None => Pilot::new(Prefetch::Off, 0),
         };
-        let governed = options.elastic && loaded.gpu.is_none();
+        let governed = options.elastic && gpu.is_none();
         let as_asked = options.slots_total.or(options.slots_per_layer).is_some();
         let lends = store.is_some() && !as_asked;
         Engine {
@@ -389,16 +379,16 @@ impl Engine {
             lines: LogitLines::default(),
             pilot,
             taps: Vec::new(),
-            steering: loaded.steer.all(),
-            steer: loaded.steer,
+            steering: steer.all(),
+            steer,
             capture: None,
-            captured: loaded.captured,
+            captured,
             speculation: None,
             elastic,
             files,
-            embedding: loaded.embedding,
-            gpu: loaded.gpu,
-            reason: loaded.reason,
+            embedding,
+            gpu,
+            reason,
         }
     }
 
