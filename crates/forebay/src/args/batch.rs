@@ -1,0 +1,30 @@
+//! `batch`
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::args::options::ModelArgs;
+use crate::args::sampling::SamplingArgs;
+
+#[derive(Debug, Args)]
+pub struct BatchArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Lines of requests.
+    pub input: PathBuf,
+    /// Where the answers go, in the order of the requests.
+    pub output: PathBuf,
+    /// Answers that are computed at once; 16 unless told.
+    #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N")]
+    pub parallel: Option<usize>,
+    /// Whole contexts that the memory plan has room for; as many as --parallel, and if neither is told, as many as cost
+    /// experts little memory. With short requests, few make room for many answers.
+    #[arg(long, env = "FOREBAY_CONTEXTS", value_name = "N")]
+    pub contexts: Option<usize>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// One JSON document on stdout when all is done.
+    #[arg(long)]
+    pub json: bool,
+}
