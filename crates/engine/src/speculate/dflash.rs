@@ -12,6 +12,7 @@ use forebay_program::{Pass, SequenceTables};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::forward::Control;
 use crate::speculate::{DraftRequest, Drafter, Observed};
 
 /// Drafts with the block drafter of the program.
@@ -104,6 +105,7 @@ impl Drafter for Dflash {
         &mut self,
         target: &mut Engine,
         request: &mut DraftRequest<'_>,
+        _: &mut Control<'_>,
     ) -> Result<(), EngineError> {
         let Some(&anchor) = request.tokens.last() else { return Ok(()) };
         if self.rows.is_empty() {

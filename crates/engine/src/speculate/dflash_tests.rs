@@ -54,7 +54,7 @@ fn drafts(engine: &mut Engine, anchor: u32, position: u64) -> Vec<u32> {
         recent: Vec::new(),
         position,
     };
-    s.drafter.draft(engine, &mut request).unwrap();
+    Control::none(|c| s.drafter.draft(engine, &mut request, c)).unwrap();
     let drafts = request.drafts;
     s.tokens.pop();
     engine.speculation = Some(s);

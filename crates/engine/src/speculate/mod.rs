@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::forward::Control;
 use crate::sampler::{Sampler, SamplerParams};
 use crate::state::Sequence;
 
@@ -215,7 +216,8 @@ pub trait Drafter: Send {
         0
     }
 
-    /// Drafts what comes after `request.tokens`; nothing, where it has no idea.
+    /// Drafts what comes after `request.tokens`; nothing, where it has no idea. Where that takes long, because it reads a
+    /// prompt first, it stops within a layer when `control` says so.
     ///
     /// # Errors
     /// Nothing is followed any more.
@@ -223,6 +225,7 @@ pub trait Drafter: Send {
         &mut self,
         target: &mut Engine,
         request: &mut DraftRequest<'_>,
+        control: &mut Control<'_>,
     ) -> Result<(), EngineError>;
 }
 

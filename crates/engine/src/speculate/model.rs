@@ -5,15 +5,11 @@
 //! computes the k - 1 before it once more, in the slots that the next rows take. So it needs no way back, whatever its
 //! layers are; and for so few rows a small model's pass takes the same time, its weights being read once.
 
-use std::sync::atomic::AtomicBool;
-
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::forward::{Batch, Control};
 use crate::speculate::{DraftRequest, Drafter};
 use crate::state::Sequence;
-
-static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// Drafts with a model.
 pub struct DraftModel {
@@ -31,15 +27,18 @@ impl DraftModel {
     }
 
     /// Computes all of `tokens`, and gives the last row's logits to the request.
-    fn catch_up(&mut self, request: &mut DraftRequest<'_>) -> Result<bool, EngineError> {
+    fn catch_up(
+        &mut self,
+        request: &mut DraftRequest<'_>,
+        control: &mut Control<'_>,
+    ) -> Result<bool, EngineError> {
         let tokens = request.tokens;
         if !tokens.starts_with(&self.computed) || self.computed.len() == tokens.len() {
             self.engine.release(&mut self.sequence);
             self.computed.clear();
         }
         let new = &tokens[self.computed.len()..];
-        let mut control = Control { cancel: &NEVER, progress: &mut |_, _| {} };
-        let logits = self.engine.prefill(&mut self.sequence, new, &mut control);
+        let logits = self.engine.prefill(&mut self.sequence, new, control);
         match logits {
             Ok(logits) => {
                 self.computed.extend_from_slice(new);
@@ -66,31 +65,30 @@ impl Drafter for DraftModel {
         }
     }
 
-    fn draft(&mut self, _: &mut Engine, request: &mut DraftRequest<'_>) -> Result<(), EngineError> {
+    fn draft(
+        &mut self,
+        _: &mut Engine,
+        request: &mut DraftRequest<'_>,
+        control: &mut Control<'_>,
+    ) -> Result<(), EngineError> {
         let room = self.engine.plan.context;
         let vocab = self.engine.spec.vocab_size;
         let unknown = |&token: &u32| token as usize >= vocab;
         if request.tokens.len() + request.most > room || request.tokens.iter().any(unknown) {
             return Ok(());
         }
-        if !self.catch_up(request)? {
+        if !self.catch_up(request, control)? {
             return Ok(());
         }
         let rows = self.engine.plan.chunk;
         while !request.is_full() && request.drafts.len() <= rows {
             let last = request.drafts.len() as u32 - 1;
             let batch = Batch::single(&request.drafts, vec![last]);
-            let mut control = Control { cancel: &NEVER, progress: &mut |_, _| {} };
             let mut chosen = false;
-            self.engine.pass(
-                &batch,
-                &mut [&mut self.sequence],
-                &mut control,
-                &mut |_, logits| {
-                    chosen = request.choose(&logits);
-                    Ok(())
-                },
-            )?;
+            self.engine.pass(&batch, &mut [&mut self.sequence], control, &mut |_, logits| {
+                chosen = request.choose(&logits);
+                Ok(())
+            })?;
             if !chosen {
                 break;
             }

@@ -119,6 +119,7 @@ impl Drafter for Mtp {
         &mut self,
         target: &mut Engine,
         request: &mut DraftRequest<'_>,
+        _: &mut Control<'_>,
     ) -> Result<(), EngineError> {
         let tokens = request.tokens;
         if self.waiting.is_empty() || self.shown() + 1 != tokens.len() {

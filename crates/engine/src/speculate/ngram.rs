@@ -6,6 +6,7 @@
 use super::{DraftRequest, Drafter};
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::forward::Control;
 
 /// So many tokens have to be the same.
 const SHORTEST: usize = 2;
@@ -21,7 +22,12 @@ impl Drafter for Ngram {
         "ngram"
     }
 
-    fn draft(&mut self, _: &mut Engine, request: &mut DraftRequest<'_>) -> Result<(), EngineError> {
+    fn draft(
+        &mut self,
+        _: &mut Engine,
+        request: &mut DraftRequest<'_>,
+        _: &mut Control<'_>,
+    ) -> Result<(), EngineError> {
         let tokens = request.tokens;
         if let Some(next) = earlier(tokens) {
             // What repeats itself is taken to go on so: drafts follow tokens.

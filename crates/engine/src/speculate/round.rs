@@ -78,7 +78,7 @@ impl Engine {
     ) -> Result<Round, EngineError> {
         let clock = Instant::now();
         let room = self.plan.context.saturating_sub(sequence.len() + 1);
-        let (drafts, unread) = self.drafts(sequence, turn, room)?;
+        let (drafts, unread) = self.drafts(sequence, turn, room, control)?;
         let taped = !drafts.is_empty();
         let mut rows = vec![turn.token];
         rows.extend(drafts);
@@ -155,6 +155,7 @@ impl Engine {
         sequence: &Sequence,
         turn: &Turn<'_>,
         room: usize,
+        control: &mut Control<'_>,
     ) -> Result<(Vec<u32>, usize), EngineError> {
         // Of the tokens that are wanted one comes without a draft.
         let mut most = turn.most.saturating_sub(1).min(room);
@@ -182,7 +183,7 @@ impl Engine {
             recent: turn.recent.to_vec(),
             position: sequence.len() as u64 + 1,
         };
-        let result = s.drafter.draft(self, &mut request);
+        let result = s.drafter.draft(self, &mut request, control);
         let mut drafts = request.drafts;
         s.tokens.pop();
         let vocab = self.spec.vocab_size;

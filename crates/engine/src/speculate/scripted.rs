@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use super::{DraftRequest, Drafter, Observed};
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::forward::Control;
 use crate::sampler::uniform;
 
 /// What is replayed.
@@ -58,9 +59,10 @@ impl Drafter for Scripted {
         &mut self,
         target: &mut Engine,
         request: &mut DraftRequest<'_>,
+        control: &mut Control<'_>,
     ) -> Result<(), EngineError> {
         if let Some(beside) = &mut self.beside {
-            beside.draft(target, request)?;
+            beside.draft(target, request, control)?;
             request.drafts.clear();
         }
         let vocab = target.spec.vocab_size as u32;

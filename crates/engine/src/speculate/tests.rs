@@ -1,6 +1,7 @@
 //! What is taken back leaves no trace: keys, values, states and logits against those of a run that never saw it.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use forebay_cpu::attention::{BLOCK, KvLayout, KvType};
@@ -50,7 +51,12 @@ impl Drafter for Forced {
         "forced"
     }
 
-    fn draft(&mut self, _: &mut Engine, request: &mut DraftRequest<'_>) -> Result<(), EngineError> {
+    fn draft(
+        &mut self,
+        _: &mut Engine,
+        request: &mut DraftRequest<'_>,
+        _: &mut Control<'_>,
+    ) -> Result<(), EngineError> {
         let (most, right) = *self.next.lock().unwrap();
         let from = request.tokens.len();
         let truth = self.truth.get(from..).unwrap_or_default();
@@ -306,7 +312,7 @@ fn last_logits(engine: &mut Engine, prompt: &[u32]) -> Vec<f32> {
         recent: Vec::new(),
         position: prompt.len() as u64,
     };
-    s.drafter.draft(engine, &mut request).unwrap();
+    Control::none(|c| s.drafter.draft(engine, &mut request, c)).unwrap();
     assert_eq!(request.drafts.len(), 1);
     let logits = engine.logits.clone();
     engine.speculation = Some(s);
@@ -342,6 +348,57 @@ fn what_a_drafter_missed_is_no_cost_of_a_round() {
         }
     }
     assert_eq!(judged, [false, true]);
+}
+
+/// A draft model that has a long prompt to read stops as soon as it is told to, and the sequence can go on.
+#[test]
+fn reading_a_prompt_for_drafts_can_be_cancelled() {
+    let drafter = DrafterChoice::Model(model("tiny-qwen3-moe/qwen3_moe-Q4_K_M.gguf"));
+    let speculate = SpeculateOptions { drafter, always: true, ..Default::default() };
+    let mut engine = load("tiny-gpt-oss", speculate);
+    let mut sequence = engine.new_sequence();
+    engine.follow(&sequence, &[]);
+    let logits = Control::none(|c| engine.prefill(&mut sequence, &prompt(), c)).unwrap();
+    let params = SamplerParams::default();
+    let first = argmax(&logits) as u32;
+    let turn = Turn { token: first, params: &params, recent: &[], most: 8, by_lines: false };
+    let before = sequence.len();
+    // The first to say how far it is is the drafter: told to stop there, it says nothing more.
+    let cancel = AtomicBool::new(false);
+    let mut said = Vec::new();
+    let mut control = Control {
+        cancel: &cancel,
+        progress: &mut |done, all| {
+            cancel.store(true, Ordering::Relaxed);
+            said.push((done, all));
+        },
+    };
+    let round = engine.round(&mut sequence, &turn, &mut control, &mut |_, _| {
+        panic!("nothing is chosen");
+    });
+    assert!(matches!(round, Err(EngineError::Cancelled)), "{round:?}");
+    assert_eq!(said.len(), 1, "{said:?}");
+    // It gave up what it had read; one that had not heard would have read all.
+    let tokens = [&prompt()[..], &[first]].concat();
+    assert_eq!(engine.speculation.as_ref().unwrap().drafter.unread(&tokens), tokens.len());
+    assert_eq!(sequence.len(), before);
+    // As without a drafter.
+    let next = |engine: &mut Engine, sequence: &mut Sequence| {
+        let mut token = 0;
+        let round = Control::none(|c| {
+            engine.round(sequence, &turn, c, &mut |logits, _| {
+                token = argmax(logits) as u32;
+                Ok(Chosen::Last(token))
+            })
+        });
+        engine.settle(sequence, round.unwrap(), 1).unwrap();
+        token
+    };
+    let got = next(&mut engine, &mut sequence);
+    let mut plain = load("tiny-gpt-oss", SpeculateOptions::default());
+    let mut sequence = plain.new_sequence();
+    Control::none(|c| plain.prefill(&mut sequence, &prompt(), c)).unwrap();
+    assert_eq!(got, next(&mut plain, &mut sequence));
 }
 
 /// Tensors of a safetensors file: name, type, shape, bytes.
