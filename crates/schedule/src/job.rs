@@ -88,7 +88,7 @@ pub trait Listener: Send {
     /// The answer is over; nothing follows.
     fn done(self: Box<Self>, outcome: Outcome, usage: Usage);
 
-    /// Whether nobody waits for the answer any more. Asked before every step.
+    /// Whether nobody waits for the answer any more. Asked before every step, and while a drafter reads.
     fn is_gone(&self) -> bool;
 }
 

@@ -1,8 +1,8 @@
 //! Many answers at once over one engine: continuous batching.
 //!
 //! Reading order: [`Job`] and [`Listener`] (one answer, and who hears of it), [`Scheduler`] (the handle: a
-//! bounded queue, and a thread that owns the engine), `share` (how the rows of a step are divided), `worker`
-//! (the steps).
+//! bounded queue, and a thread that owns the engine), `share` (how the rows of a step are divided), `room` (how
+//! pages are), `running` (an answer that has begun), `worker` (the steps).
 //!
 //! What an answer says depends on its job alone: logits do not depend on the rows beside them, and random
 //! numbers are a function of seed and position. So who else is served, and when, changes nothing in it.
@@ -11,6 +11,8 @@
 #![forbid(unsafe_code)]
 
 mod job;
+mod room;
+mod running;
 mod scheduler;
 mod share;
 mod worker;

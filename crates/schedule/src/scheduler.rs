@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use forebay_engine::speculate::SpeculationStats;
 use forebay_engine::{Engine, Stats, StoreSnapshot};
 
 use crate::job::{Job, Outcome, Usage};
@@ -50,8 +51,12 @@ pub struct Closed;
 pub struct Load {
     /// Jobs that wait.
     pub waiting: usize,
-    /// Answers that are computed.
+    /// Answers that have begun and are not over, those that pause included.
     pub running: usize,
+    /// Of these, how many pause until there is room for them.
+    pub paused: usize,
+    /// How often one has paused so far.
+    pub pauses: u64,
     /// Steps so far.
     pub steps: u64,
     /// Jobs that are over, by how they ended: stop, length, gone, failed.
@@ -66,6 +71,8 @@ pub struct Load {
     pub kept: usize,
     /// The engine's counters.
     pub stats: Stats,
+    /// What became of drafts; none: nothing drafts.
+    pub speculation: Option<SpeculationStats>,
     /// Which experts were in memory when somebody last looked: see [`Scheduler::look`].
     pub snapshot: Arc<StoreSnapshot>,
 }
@@ -168,7 +175,7 @@ impl Scheduler {
         }
         // Who finds a free place does not wait in the queue.
         let free = self.options.sequences.saturating_sub(running);
-        if queue.jobs.len() + jobs.len() > self.options.queue + free {
+        if queue.jobs.len() + jobs.len() > self.options.queue.saturating_add(free) {
             return Err(Refusal::QueueFull);
         }
         let since = Instant::now();

@@ -2,50 +2,20 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay_engine::prefix::Origin;
-use forebay_engine::sampler::log_sum_exp;
-use forebay_engine::speculate::{Chosen, Turn};
+use forebay_engine::speculate::{Chosen, MOST_TOKENS, Turn};
 use forebay_engine::{Batch, Control, Engine, EngineError, Logits, Sampler, Sequence};
 
-use crate::job::{Constraint, Flow, Job, Outcome, Token, Usage};
+use crate::job::{Outcome, Usage};
+use crate::room::{Free, GROWTH, Room};
+use crate::running::{Choice, Choosing, Running, keep};
 use crate::scheduler::{Call, Pace, SchedulerOptions, Shared, Waiting};
 use crate::share::{Need, share};
 
-/// Beginnings are kept at multiples of this in long prompts, besides the job's checkpoints.
-const KEEP_EVERY: usize = 256;
-
 /// Counters are published at most this often while steps follow one another.
 const PUBLISH: Duration = Duration::from_millis(50);
-
-/// An answer that is computed.
-struct Running {
-    id: u64,
-    job: Job,
-    sequence: Sequence,
-    sampler: Sampler,
-    /// Prompt and what was chosen; the last is not computed yet.
-    tokens: Vec<u32>,
-    usage: Usage,
-    began: Instant,
-    first: Option<Instant>,
-    outcome: Option<Outcome>,
-    /// Pages of the classes that are promised to it until it is over.
-    promised: Vec<usize>,
-}
-
-impl Running {
-    /// Tokens that are known and not computed.
-    fn ahead(&self) -> usize {
-        self.tokens.len() - self.sequence.len()
-    }
-
-    fn in_prompt(&self) -> bool {
-        self.sequence.len() < self.job.prompt.len()
-    }
-}
 
 pub(crate) struct Worker {
     engine: Engine,
@@ -53,6 +23,8 @@ pub(crate) struct Worker {
     sequences: usize,
     pace: Pace,
     running: Vec<Running>,
+    /// Those that wait for room, oldest first. They hold no pages.
+    paused: VecDeque<Running>,
     next_id: u64,
     turn: usize,
     published: Instant,
@@ -66,6 +38,7 @@ impl Worker {
             sequences: options.sequences.max(1),
             pace: options.pace,
             running: Vec::new(),
+            paused: VecDeque::new(),
             next_id: 0,
             turn: 0,
             published: Instant::now(),
@@ -83,16 +56,17 @@ impl Worker {
         self.publish();
         while self.next_work() {
             if self.shared.abort.load(Ordering::Relaxed) {
-                for r in &mut self.running {
+                for r in self.begun() {
                     r.outcome = Some(Outcome::Failed("the server is shutting down".into()));
                 }
                 self.finish();
                 return;
             }
-            for r in self.running.iter_mut().filter(|r| r.job.listener.is_gone()) {
+            for r in self.begun().filter(|r| r.job.listener.is_gone()) {
                 r.outcome = Some(Outcome::Gone);
             }
             self.finish();
+            self.make_room();
             if !self.running.is_empty() {
                 match &self.running[..] {
                     [one] if !one.in_prompt() && self.engine.speculation().is_some() => {
@@ -112,6 +86,7 @@ impl Worker {
     /// Does what was asked for between steps and admits jobs; waits while there is nothing to do. False:
     /// nothing will come any more.
     fn next_work(&mut self) -> bool {
+        self.resume();
         let mut queue = self.shared.queue();
         loop {
             let calls: Vec<Call> = queue.calls.drain(..).collect();
@@ -151,41 +126,105 @@ impl Worker {
                 waiting.job.listener.done(Outcome::Gone, Usage::default());
             }
             let any = !admitted.is_empty();
-            admitted.into_iter().for_each(|(waiting, pages)| self.admit(waiting, pages));
+            admitted.into_iter().for_each(|(waiting, room)| self.admit(waiting, room));
             if any {
-                self.shared.load().running = self.running.len();
+                self.shared.load().running = self.running.len() + self.paused.len();
             }
             return true;
         }
     }
 
-    /// Jobs that can be begun now, in their order, with the pages that each is promised: those of its prompt and of
-    /// all tokens that it may ask for. So no answer lacks a page in the middle; and who asks for little takes
-    /// little. Nobody overtakes: a long one is not kept waiting by short ones that come after it.
-    fn admissible(&self, jobs: &mut VecDeque<Waiting>) -> Vec<(Waiting, Vec<usize>)> {
-        let mut left = self.engine.pages_for_all();
-        let take = |left: &mut [usize], pages: &[usize]| {
-            left.iter_mut().zip(pages).for_each(|(left, n)| *left = left.saturating_sub(*n));
-        };
-        self.running.iter().for_each(|r| take(&mut left, &r.promised));
+    /// Answers that have begun and are not over.
+    fn begun(&mut self) -> impl Iterator<Item = &mut Running> {
+        self.running.iter_mut().chain(&mut self.paused)
+    }
+
+    /// Pages that no answer is promised.
+    fn free(&self) -> Free {
+        Free::of(self.engine.pages_for_all(), self.running.iter().map(|r| &r.room))
+    }
+
+    /// Jobs that can be begun now, in their order, with the [room](crate::room) that each is promised. Nobody overtakes:
+    /// neither a job that needs more room, nor an answer that pauses.
+    fn admissible(&self, jobs: &mut VecDeque<Waiting>) -> Vec<(Waiting, Room)> {
         let mut admitted = Vec::new();
+        if !self.paused.is_empty() {
+            return admitted;
+        }
+        let mut free = self.free();
         let mut places = self.sequences.saturating_sub(self.running.len());
         while places > 0
             && let Some(next) = jobs.front()
         {
-            let positions = next.job.prompt.len().saturating_add(next.job.max_tokens);
+            let given = next.job.prompt.len();
+            let most = given.saturating_add(next.job.max_tokens).min(self.engine.plan.context);
+            let positions = given.saturating_add(GROWTH).min(most);
             let pages = self.engine.pages_for(positions);
-            if pages.iter().zip(&left).any(|(n, left)| n > left) {
+            if !free.has(&pages) {
                 break;
             }
-            take(&mut left, &pages);
-            admitted.extend(jobs.pop_front().map(|waiting| (waiting, pages)));
+            free.take(&pages);
+            let room = Room { positions, pages, most };
+            admitted.extend(jobs.pop_front().map(|waiting| (waiting, room)));
             places -= 1;
         }
         admitted
     }
 
-    fn admit(&mut self, Waiting { job, since }: Waiting, promised: Vec<usize>) {
+    /// Promises what the next step may need; where there is too little, the youngest pause.
+    fn make_room(&mut self) {
+        let mut index = 0;
+        while let Some(r) = self.running.get(index) {
+            // A round computes drafts as well.
+            let Some(positions) = r.room.wanted(r.tokens.len() + MOST_TOKENS) else {
+                index += 1;
+                continue;
+            };
+            let pages = self.engine.pages_for(positions);
+            let others = self.running.iter().filter(|other| other.id != r.id);
+            let free = Free::of(self.engine.pages_for_all(), others.map(|other| &other.room));
+            if free.has(&pages) {
+                let room = &mut self.running[index].room;
+                (room.positions, room.pages) = (positions, pages);
+                index += 1;
+                continue;
+            }
+            let growing = self.running.iter().enumerate().filter(|(_, r)| !r.room.is_whole());
+            let (youngest, _) = growing.max_by_key(|(_, r)| r.id).expect("one that wants room");
+            self.pause(youngest);
+            index -= usize::from(youngest < index);
+        }
+    }
+
+    /// Takes an answer's pages; it goes on when there is room for all that it may ask for.
+    fn pause(&mut self, index: usize) {
+        let mut r = self.running.remove(index);
+        if self.pace == Pace::Flowing {
+            r.keep_all(&mut self.engine);
+        }
+        self.engine.release(&mut r.sequence);
+        let at = self.paused.partition_point(|other| other.id < r.id);
+        self.paused.insert(at, r);
+        self.shared.load().pauses += 1;
+    }
+
+    /// Goes on with those that paused, oldest first, as far as there is room.
+    fn resume(&mut self) {
+        while let Some(first) = self.paused.front() {
+            let positions = first.room.most;
+            let pages = self.engine.pages_for(positions);
+            if !self.free().has(&pages) {
+                return;
+            }
+            let Some(mut r) = self.paused.pop_front() else { return };
+            r.room = Room { positions, pages, most: positions };
+            r.sequence = self.engine.begin_steered(&r.tokens, r.job.steering.clone());
+            r.given = r.tokens.len();
+            self.running.push(r);
+        }
+    }
+
+    fn admit(&mut self, Waiting { job, since }: Waiting, room: Room) {
         let queued_s = since.elapsed().as_secs_f64();
         let vocab = self.engine.spec.vocab_size;
         let context = self.engine.plan.context;
@@ -215,11 +254,12 @@ impl Worker {
             id: self.next_id,
             sampler: Sampler::new(job.sampling.clone()),
             tokens: job.prompt.to_vec(),
+            given: job.prompt.len(),
             sequence,
             usage,
             began: Instant::now(),
             first: None,
-            promised,
+            room,
             outcome: match fault {
                 Some(e) => Some(Outcome::Failed(e.to_string())),
                 None if job.max_tokens == 0 => Some(Outcome::Length),
@@ -247,16 +287,17 @@ impl Worker {
         let turn = Turn { token, params: &params, recent: &recent, most, by_lines };
         let known = r.tokens.len();
         let mut chosen: Vec<Choice> = Vec::new();
-        let mut control = Control { cancel: &self.shared.abort, progress: &mut |_, _| {} };
-        let result = engine.round(&mut r.sequence, &turn, &mut control, &mut |logits, _| {
-            let mut choosing = Choosing {
-                sampler: &mut r.sampler,
-                tokens: &r.tokens,
-                constraint: &mut r.job.constraint,
-                bias: &r.job.bias,
-                logprobs: r.job.logprobs,
-                ends: &r.job.ends,
-            };
+        let (sequence, listener, mut choosing) = r.parts();
+        // A drafter may read a long prompt first: who leaves meanwhile is not kept waiting for.
+        let abort = &self.shared.abort;
+        let cancel = AtomicBool::new(abort.load(Ordering::Relaxed));
+        let mut progress = |_: usize, _: usize| {
+            if abort.load(Ordering::Relaxed) || listener.is_gone() {
+                cancel.store(true, Ordering::Relaxed);
+            }
+        };
+        let mut control = Control { cancel: &cancel, progress: &mut progress };
+        let result = engine.round(sequence, &turn, &mut control, &mut |logits, _| {
             let choice = choosing.choose(logits);
             let next = match &choice {
                 Ok((token, false)) if !token.is_end => Chosen::More(token.id),
@@ -264,7 +305,7 @@ impl Worker {
                 // Nothing can follow; the token is of no account.
                 Err(_) => Chosen::Last(0),
             };
-            r.tokens.extend(choice.as_ref().ok().map(|(token, _)| token.id));
+            choosing.tokens.extend(choice.as_ref().ok().map(|(token, _)| token.id));
             chosen.push(choice);
             Ok(next)
         });
@@ -272,7 +313,10 @@ impl Worker {
         let round = match result {
             Ok(round) => round,
             Err(error) => {
-                r.outcome = Some(Outcome::Failed(error.to_string()));
+                r.outcome = Some(match error {
+                    EngineError::Cancelled if r.job.listener.is_gone() => Outcome::Gone,
+                    error => Outcome::Failed(error.to_string()),
+                });
                 return;
             }
         };
@@ -337,20 +381,15 @@ impl Worker {
             batch.tokens.extend(&r.tokens[from..from + rows]);
             batch.row_sequence.extend(std::iter::repeat_n(members.len() as u32, rows));
             // The last token that is known: what follows it is to be chosen.
-            if rows == r.ahead() {
+            let is_last = rows == r.ahead();
+            let (sequence, _, choice) = r.parts();
+            if is_last {
                 batch.logit_rows.push(batch.tokens.len() as u32 - 1);
                 chooses.push(index);
-                choosing.push(Choosing {
-                    sampler: &mut r.sampler,
-                    tokens: &r.tokens,
-                    constraint: &mut r.job.constraint,
-                    bias: &r.job.bias,
-                    logprobs: r.job.logprobs,
-                    ends: &r.job.ends,
-                });
+                choosing.push(choice);
             }
             members.push((index, from));
-            lent.push(&mut r.sequence);
+            lent.push(sequence);
         }
         let mut chosen = Vec::with_capacity(chooses.len());
         let mut choosing = choosing.into_iter();
@@ -387,6 +426,11 @@ impl Worker {
 
     /// Lets go of answers that are over.
     fn finish(&mut self) {
+        // What pauses and is over is taken as what runs.
+        let (over, paused): (Vec<_>, Vec<_>) =
+            self.paused.drain(..).partition(|r| r.outcome.is_some());
+        self.paused = paused.into();
+        self.running.extend(over);
         let mut index = 0;
         let mut any = false;
         while index < self.running.len() {
@@ -398,10 +442,7 @@ impl Worker {
             let mut r = self.running.remove(index);
             // A conversation may go on from its answer; requests of a batch do not.
             if !matches!(outcome, Outcome::Failed(_)) && self.pace == Pace::Flowing {
-                let len = r.sequence.len();
-                if len > 0 && !self.engine.keeps_exactly() {
-                    self.engine.keep(&r.sequence, &r.tokens.clone().into(), len, Origin::Prompt);
-                }
+                r.keep_all(&mut self.engine);
             }
             self.engine.release(&mut r.sequence);
             let now = Instant::now();
@@ -409,7 +450,7 @@ impl Worker {
             r.usage.first_token_s = (first - r.began).as_secs_f64();
             r.usage.decode_s = (now - first).as_secs_f64();
             let mut load = self.shared.load();
-            load.running = self.running.len();
+            load.running = self.running.len() + self.paused.len();
             load.ended[match outcome {
                 Outcome::Stop => 0,
                 Outcome::Length => 1,
@@ -430,124 +471,13 @@ impl Worker {
         let watched = self.shared.watched.swap(false, Ordering::Relaxed);
         let snapshot = watched.then(|| Arc::new(self.engine.snapshot()));
         let mut load = self.shared.load();
-        load.running = self.running.len();
+        load.running = self.running.len() + self.paused.len();
+        load.paused = self.paused.len();
         load.kept = self.engine.kept();
         load.stats = stats;
+        load.speculation = self.engine.speculation().map(|(_, counts, _)| counts);
         if let Some(snapshot) = snapshot {
             load.snapshot = snapshot;
         }
-    }
-}
-
-/// A chosen token and whether the rules say that the answer is whole with it; or what went wrong.
-type Choice = Result<(Token, bool), String>;
-
-/// What choosing a token needs of a running answer.
-struct Choosing<'a> {
-    sampler: &'a mut Sampler,
-    tokens: &'a [u32],
-    constraint: &'a mut Option<Box<dyn Constraint>>,
-    bias: &'a [(u32, f32)],
-    logprobs: Option<usize>,
-    ends: &'a [u32],
-}
-
-impl Choosing<'_> {
-    /// The token after all that is known, which the rules then have taken.
-    fn choose(&mut self, logits: &Logits<'_>) -> Choice {
-        let position = self.tokens.len() as u64;
-        let nan = || EngineError::LogitNan { position: self.tokens.len() - 1 }.to_string();
-        let choice = if self.constraint.is_none() && self.bias.is_empty() {
-            self.sampler.choose(logits, self.tokens, position).ok_or_else(nan)?
-        } else {
-            let mut changed = logits.to_vec();
-            for (id, bias) in self.bias {
-                if let Some(logit) = changed.get_mut(*id as usize) {
-                    *logit += bias;
-                }
-            }
-            if let Some(constraint) = self.constraint {
-                constraint.mask(&mut changed)?;
-            }
-            self.sampler.sample(&changed, self.tokens, position).ok_or_else(nan)?
-        };
-        let mut token = Token {
-            id: choice.token,
-            logprob: 0.0,
-            top: Vec::new(),
-            is_end: self.ends.contains(&choice.token),
-        };
-        if let Some(n) = self.logprobs {
-            let (max, log_sum) = log_sum_exp(logits).ok_or_else(nan)?;
-            let of = |logit: f32| (logit as f64 - max as f64 - log_sum) as f32;
-            token.logprob = of(logits[choice.token as usize]);
-            token.top =
-                top(logits, n).into_iter().map(|id| (id, of(logits[id as usize]))).collect();
-        }
-        let over = match self.constraint {
-            Some(constraint) if !token.is_end => constraint.accept(token.id)?,
-            _ => false,
-        };
-        Ok((token, over))
-    }
-}
-
-/// The `n` ids with the largest logits, best first; the lower id among equals.
-fn top(logits: &[f32], n: usize) -> Vec<u32> {
-    let n = n.min(logits.len());
-    if n == 0 {
-        return Vec::new();
-    }
-    let better =
-        |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
-    if n < ids.len() {
-        ids.select_nth_unstable_by(n - 1, better);
-        ids.truncate(n);
-    }
-    ids.sort_unstable_by(better);
-    ids
-}
-
-impl Running {
-    /// Takes the chosen token; with `over` the answer is whole.
-    fn take(&mut self, (token, over): (Token, bool), context: usize) {
-        self.first.get_or_insert_with(Instant::now);
-        self.tokens.push(token.id);
-        self.usage.generated += 1;
-        let flow = self.job.listener.token(&token);
-        let full = self.usage.generated >= self.job.max_tokens || self.tokens.len() >= context;
-        self.outcome = match over || token.is_end || flow == Flow::Stop {
-            true => Some(Outcome::Stop),
-            false => full.then_some(Outcome::Length),
-        };
-    }
-}
-
-/// Keeps what a pass has added, where others may begin with it.
-fn keep(engine: &mut Engine, r: &Running, from: usize) {
-    let (len, block) = (r.sequence.len(), engine.block());
-    if engine.keeps_exactly() {
-        if !len.is_multiple_of(block) {
-            return;
-        }
-        if len <= r.job.prompt.len() {
-            engine.keep(&r.sequence, &r.job.prompt, len, Origin::Prompt);
-        } else {
-            // The latest state of an answer replaces the one before.
-            engine.keep(&r.sequence, &r.tokens[..len].into(), len, Origin::Answer(r.id));
-        }
-        return;
-    }
-    if from >= r.job.prompt.len() {
-        return;
-    }
-    let steps = (from / KEEP_EVERY + 1..=len / KEEP_EVERY).map(|n| n * KEEP_EVERY);
-    let cuts = r.job.checkpoints.iter().map(|cut| cut / block * block);
-    for cut in steps.chain(cuts).filter(|&cut| cut > from && cut <= len) {
-        engine.keep(&r.sequence, &r.job.prompt, cut, Origin::Prompt);
-    }
-    if len >= r.job.prompt.len() {
-        engine.keep(&r.sequence, &r.job.prompt, len, Origin::Prompt);
     }
 }

@@ -143,6 +143,98 @@ fn short_answers_share_the_room_of_long_ones() {
     }
 }
 
+/// Answers without a limit, of which only a few fit as a whole, run at once all the same: as they grow the youngest pause,
+/// each at most once, and what they say is what they say alone.
+#[test]
+fn who_may_ask_for_a_whole_context_begins_before_there_is_room_for_it() {
+    const N: usize = 7;
+    let begin = || {
+        let (jobs, heard): (Vec<_>, Vec<_>) = (0..N)
+            .map(|i| {
+                let (ear, heard) = Ear::new();
+                let sampling =
+                    SamplerParams { temperature: 0.9, seed: i as u64, ..Default::default() };
+                let limit = if i == 3 { 300 } else { usize::MAX };
+                let mut job = job(&prompt(i % 3, 12 + 9 * i), limit, sampling, ear);
+                job.ends = [].into();
+                job.checkpoints = vec![12];
+                (job, heard)
+            })
+            .unzip();
+        (jobs, heard)
+    };
+    for model in MODELS {
+        let alone = scheduler(model, 1, |_| {});
+        let (jobs, heard) = begin();
+        jobs.into_iter().for_each(|job| alone.submit(job).unwrap());
+        let want: Vec<Heard> = heard.iter().map(|h| h.recv_timeout(WAIT).unwrap()).collect();
+        assert_eq!(alone.load().pauses, 0);
+        for (contexts, chunk) in [(1, 64), (2, 7)] {
+            let room = |o: &mut EngineOptions| {
+                o.contexts = forebay_engine::Contexts::Exactly(contexts);
+                o.chunk = Some(chunk);
+            };
+            let s = scheduler(model, N, room);
+            let (jobs, heard) = begin();
+            s.submit_all(jobs).unwrap();
+            for (heard, want) in heard.iter().zip(&want) {
+                let got = heard.recv_timeout(WAIT).unwrap();
+                assert_eq!(got.outcome, want.outcome, "{model}");
+                assert!(got.tokens == want.tokens, "{model}");
+                assert_eq!(got.usage.generated, want.usage.generated);
+            }
+            let load = s.load();
+            assert_eq!((load.running, load.paused, load.ended[3]), (0, 0, 0), "{model}");
+            // A window's pages are taken as a whole from the start, so that no more begin than fit.
+            if model == MODELS[0] {
+                continue;
+            }
+            assert!((1..N as u64).contains(&load.pauses), "{model}: {} pauses", load.pauses);
+            let tokens = want.iter().map(|w| w.tokens.len() as u64).sum::<u64>();
+            assert!(load.steps < tokens, "{model}: {} steps for {tokens} tokens", load.steps);
+            // Who leaves while it pauses, and who is there at the end, is let go.
+            let (jobs, heard) = begin();
+            s.submit_all(jobs).unwrap();
+            let clock = Instant::now();
+            while s.load().pauses == load.pauses && clock.elapsed() < WAIT {
+                std::thread::yield_now();
+            }
+            s.abort();
+            for heard in &heard {
+                let got = heard.recv_timeout(WAIT).unwrap();
+                assert!(matches!(got.outcome, Outcome::Failed(_) | Outcome::Length), "{model}");
+            }
+        }
+    }
+}
+
+/// Who leaves while others have taken its room is let go, and the rest go on.
+#[test]
+fn a_paused_answer_may_leave() {
+    let s = scheduler(MODELS[1], 4, |o| o.contexts = forebay_engine::Contexts::Exactly(1));
+    let (ears, heard): (Vec<_>, Vec<_>) = (0..4).map(|_| Ear::new()).unzip();
+    let gone: Vec<_> = ears.iter().map(|ear| ear.gone.clone()).collect();
+    for ear in ears {
+        let mut job = job(&prompt(0, 12), usize::MAX, SamplerParams::default(), ear);
+        job.ends = [].into();
+        s.submit(job).unwrap();
+    }
+    let clock = Instant::now();
+    while s.load().pauses == 0 && clock.elapsed() < WAIT {
+        std::thread::yield_now();
+    }
+    // The youngest of those that began.
+    gone[1..].iter().for_each(|gone| gone.store(true, Ordering::SeqCst));
+    let first = heard[0].recv_timeout(WAIT).unwrap();
+    assert_eq!((first.outcome, first.tokens.len()), (Outcome::Length, 512 - 12));
+    for heard in &heard[1..] {
+        let got = heard.recv_timeout(WAIT).unwrap();
+        assert!(matches!(got.outcome, Outcome::Gone | Outcome::Length));
+        assert!(got.tokens[..] == first.tokens[..got.tokens.len()]);
+    }
+    assert_eq!((s.load().running, s.load().paused), (0, 0));
+}
+
 /// The scheduler and the plain loop of the engine agree.
 #[test]
 fn alone_as_the_engine_answers() {
