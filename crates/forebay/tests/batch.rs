@@ -134,30 +134,166 @@ fn after_a_kill_nothing_is_done_twice() {
     assert_eq!(answers(&lines(&out)), answers(&lines(&uninterrupted)));
 }
 
+/// A line that is no request refuses the file before anything is computed: with the line, and what is wrong with it.
 #[test]
 fn what_is_wrong_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let input = dir.path().join("in");
     let out = dir.path().join("out");
-    for (text, word) in [
-        ("", "no request"),
-        ("{}", "custom_id"),
-        ("{\"custom_id\": \"a\", \"body\": 3}", "body"),
-        ("{\"custom_id\": \"a\", \"body\": {}, \"url\": \"/v1/embeddings\"}", "/v1/embeddings"),
-        ("nonsense", "line 1"),
-    ] {
+    let good = |id: &str| format!(r#"{{"custom_id": "{id}", "body": {{}}}}"#);
+    let deep = format!(r#"{{"custom_id": "b", "body": {}}}"#, "[".repeat(5000));
+    let cases: Vec<(Vec<u8>, &str)> = vec![
+        ("nonsense".into(), "no JSON"),
+        (r#"{"custom_id": "b", "body": {"#.into(), "no JSON"),
+        (r#"{"custom_id": "b", "body": {"max_tokens": NaN}}"#.into(), "no JSON"),
+        (r#"{"custom_id": "b", "body": {"x": 1e999}}"#.into(), "no JSON"),
+        (b"{\"custom_id\": \"b\", \"body\": {\"prompt\": \"\xff\"}}".to_vec(), "no JSON"),
+        (b"\0\0\0".to_vec(), "no JSON"),
+        (deep.into(), "recursion"),
+        ("[]".into(), "object"),
+        ("17".into(), "object"),
+        ("null".into(), "object"),
+        ("{}".into(), "custom_id"),
+        (r#"{"custom_id": 7, "body": {}}"#.into(), "custom_id"),
+        (r#"{"custom_id": ["b"], "body": {}}"#.into(), "custom_id"),
+        (good("a").into(), "of line 1"),
+        (r#"{"custom_id": "b"}"#.into(), "body"),
+        (r#"{"custom_id": "b", "body": null}"#.into(), "body"),
+        (r#"{"custom_id": "b", "body": 3}"#.into(), "body"),
+        (r#"{"custom_id": "b", "body": []}"#.into(), "body"),
+        (r#"{"custom_id": "b", "body": {}, "method": "GET"}"#.into(), "method"),
+        (r#"{"custom_id": "b", "body": {}, "method": 1}"#.into(), "method"),
+        (r#"{"custom_id": "b", "body": {}, "url": "/v1/embeddings"}"#.into(), "/v1/embeddings"),
+        (r#"{"custom_id": "b", "body": {}, "url": 4}"#.into(), "url"),
+    ];
+    let refused = |text: &[u8], words: &[&str]| {
         std::fs::write(&input, text).unwrap();
         let mut command = forebay();
         let got = output(command.arg("batch").arg(model(GPT_OSS)).arg(&input).arg(&out));
-        assert_eq!(got.status.code(), Some(2), "{text}");
-        assert!(String::from_utf8_lossy(&got.stderr).contains(word), "{text}");
+        let (said, text) = (String::from_utf8_lossy(&got.stderr), String::from_utf8_lossy(text));
+        assert_eq!(got.status.code(), Some(2), "{text}: {said}");
+        assert!(words.iter().all(|word| said.contains(word)), "{text}: {said}");
+        assert!(said.len() < 1000 && !out.exists(), "{text}: {said}");
+    };
+    for (line, word) in cases {
+        let text = [good("a").as_bytes(), b"\r\n\n", &line, b"\n", good("c").as_bytes()].concat();
+        refused(&text, &["line 3", word]);
     }
+    refused(b"", &["no request"]);
+    refused(b"\n  \r\n\n", &["no request"]);
     std::fs::write(&input, "{\"custom_id\": \"a\", \"body\": {}}").unwrap();
     std::fs::write(&out, "{\"custom_id\": \"other\"}\n").unwrap();
     let mut command = forebay();
     let got = output(command.arg("batch").arg(model(GPT_OSS)).arg(&input).arg(&out));
     assert_eq!(got.status.code(), Some(2));
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "{\"custom_id\": \"other\"}\n");
+}
+
+/// Whatever a request says, its line gets an answer; and odd line ends lose none.
+#[test]
+fn every_request_has_its_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("in"), dir.path().join("out"));
+    let schema = format!("{}1{}", "[".repeat(60), "]".repeat(60));
+    let bodies: Vec<(String, u64)> = vec![
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}"#.into(), 200),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": true}"#.into(), 200),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "n": 9}"#.into(), 200),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 999999999999999999}"#.into(), 200),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0}"#.into(), 200),
+        ("{}".into(), 400),
+        (r#"{"messages": null}"#.into(), 400),
+        (r#"{"messages": [null]}"#.into(), 400),
+        (r#"{"messages": {"role": "user"}}"#.into(), 400),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": -1}"#.into(), 400),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1e300}"#.into(), 400),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": "many"}"#.into(), 400),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "n": 100000}"#.into(), 400),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "temperature": "hot"}"#.into(), 400),
+        (r#"{"messages": [{"role": "user", "content": "Hi"}], "model": "another"}"#.into(), 404),
+        (format!(r#"{{"messages": [{{"role": "user", "content": {schema}}}]}}"#), 400),
+        (format!(r#"{{"messages": [{{"role": "user", "content": "{}"}}]}}"#, "word ".repeat(300_000)), 400),
+    ];
+    let requests = bodies.iter().enumerate().map(|(i, (body, _))| {
+        let end = ["\n", "\r\n", "\n\n \t\r\n"][i % 3];
+        format!(r#" {{"custom_id": "r{i}", "method": "POST", "body": {body}}} {end}"#)
+    });
+    let text = requests.collect::<String>();
+    let run = |text: &str| {
+        std::fs::write(&input, text).unwrap();
+        let mut command = forebay();
+        command.arg("batch").arg(model(GPT_OSS)).arg(&input).arg(&out);
+        succeeds(command.args(["--parallel", "2", "--context", "128", "--temp", "0"]));
+        let found = lines(&out);
+        std::fs::remove_file(&out).unwrap();
+        found
+    };
+    let found = run(&format!("\u{feff}{}", text.trim_end()));
+    assert_eq!(found.len(), bodies.len());
+    for (i, (line, (body, status))) in found.iter().zip(&bodies).enumerate() {
+        let shown = &body[..body.len().min(200)];
+        assert_eq!(line["custom_id"], format!("r{i}"));
+        assert!(line["error"].is_null() && line["response"]["request_id"].is_string());
+        let response = &line["response"];
+        assert_eq!(response["status_code"], *status, "{shown}: {response}");
+        if *status == 200 {
+            let n = if body.contains("\"n\": 9") { 9 } else { 1 };
+            assert_eq!(response["body"]["choices"].as_array().unwrap().len(), n, "{shown}");
+        } else {
+            let error = &response["body"]["error"];
+            assert!(error["message"].is_string() && error["type"].is_string(), "{shown}: {error}");
+        }
+    }
+    // Very many.
+    let many = (0..20_000).map(|i| format!("{{\"custom_id\": \"{i}\", \"body\": {{}}}}\n"));
+    let found = run(&many.collect::<String>());
+    assert_eq!(found.len(), 20_000);
+    let in_order = |(i, line): (usize, &Value)| line["custom_id"].as_str() == Some(&i.to_string());
+    assert!(found.iter().enumerate().all(in_order));
+}
+
+/// The journal is not written over somebody's file, nor over the input, and a kill may cut a line off anywhere.
+#[test]
+fn what_is_gone_on_with_is_the_batchs_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = requests(dir.path(), 5);
+    let run = |input: &Path, out: &Path| {
+        let mut command = forebay();
+        command.arg("batch").arg(model(GPT_OSS)).arg(input).arg(out);
+        output(command.args(["--context", "256", "--temp", "0"]))
+    };
+    let refused = |input: &Path, out: &Path, word: &str| {
+        let got = run(input, out);
+        let said = String::from_utf8_lossy(&got.stderr).into_owned();
+        assert_eq!(got.status.code(), Some(2), "{said}");
+        assert!(said.contains(word), "{said}");
+    };
+    let kept = std::fs::read(&input).unwrap();
+    // The input under the journal's name, under another name, and somebody's notes under the journal's name.
+    let out = dir.path().join("out");
+    let journal = dir.path().join("out.journal");
+    std::fs::copy(&input, &journal).unwrap();
+    refused(&journal, &out, "is the input");
+    refused(&input, &out, "journal");
+    assert_eq!(std::fs::read(&journal).unwrap(), kept);
+    std::fs::write(&journal, "{\"my\": \"notes\"").unwrap();
+    refused(&input, &out, "name another file");
+    assert_eq!(std::fs::read(&journal).unwrap(), b"{\"my\": \"notes\"");
+    std::fs::remove_file(&journal).unwrap();
+    let other = dir.path().join("other");
+    std::fs::hard_link(&input, &other).unwrap();
+    refused(&input, &other, "is the input");
+    assert_eq!(std::fs::read(&input).unwrap(), kept);
+
+    assert!(run(&input, &out).status.success());
+    let (whole, want) = (std::fs::read(&out).unwrap(), answers(&lines(&out)));
+    let ends: Vec<usize> = (0..whole.len()).filter(|&i| whole[i] == b'\n').collect();
+    for cut in [ends[1], ends[1] + 1, ends[1] + 2, ends[1] + 40, ends[4] - 1, whole.len() - 1] {
+        std::fs::write(&out, &whole[..cut]).unwrap();
+        assert!(run(&input, &out).status.success(), "cut at {cut}");
+        assert!(std::fs::read(&out).unwrap().starts_with(&whole[..=ends[0]]), "cut at {cut}");
+        assert_eq!(answers(&lines(&out)), want, "cut at {cut}");
+    }
 }
 
 /// What cannot be gone on with, or is somebody's, is not written to.
