@@ -103,6 +103,14 @@ fn ollama_chat_and_generate() {
     let name = tags["models"][0]["name"].as_str().unwrap();
     assert_eq!(name, "tiny-gpt-oss");
     SERVER.good("/api/show", &json!({ "model": name }));
+    assert!(SERVER.get("/api/version").json()["version"].is_string());
+    // What is loaded: all that the memory plan has lines for.
+    let loaded = SERVER.get("/api/ps").json();
+    let (loaded, metrics) = (&loaded["models"][0], SERVER.get("/metrics").body);
+    let planned = metrics.lines().filter(|line| line.starts_with("forebay_ledger_bytes{"));
+    let planned = planned.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap());
+    assert_eq!((&loaded["name"], &loaded["size_vram"]), (&json!(name), &json!(0)));
+    assert_eq!(loaded["size"], planned.sum::<u64>());
     let options = json!({ "num_predict": 9, "temperature": 0 });
     let body = json!({ "model": format!("{name}:latest"), "messages": user("A story?"), "options": options });
     let lines = SERVER.post("/api/chat", &body).body;

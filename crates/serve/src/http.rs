@@ -33,7 +33,8 @@ const BACKLOG: u32 = 1024;
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Where to ask, for those who asked elsewhere.
 const ROUTES: &str = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/messages, \
-                      /v1/messages/count_tokens, /api/chat, /api/generate, /api/tags, /api/show, /health, /metrics";
+                      /v1/messages/count_tokens, /api/chat, /api/generate, /api/tags, /api/ps, /api/show, \
+                      /api/version, /health, /metrics";
 /// How often memory that is free is given back.
 const GIVE_BACK: Duration = Duration::from_secs(2);
 /// What a client that was turned away waits.
@@ -269,6 +270,10 @@ fn router(service: Arc<Service>, options: HttpOptions) -> Router {
         .route(
             "/api/tags",
             get(|State(app): State<App>| async move { json(&ollama::tags(&app.service)) }),
+        )
+        .route(
+            "/api/ps",
+            get(|State(app): State<App>| async move { json(&ollama::loaded_models(&app.service)) }),
         )
         .route("/api/show", asks!(ollama::show))
         .route(

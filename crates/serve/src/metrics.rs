@@ -41,7 +41,9 @@ impl Text {
 pub(crate) fn metrics(service: &Service) -> String {
     let load = service.scheduler.load();
     let mut t = Text(String::new());
-    t.one("requests_running", "gauge", "Answers that are computed.", load.running);
+    t.one("requests_running", "gauge", "Answers that have begun.", load.running);
+    t.one("requests_paused", "gauge", "Of these, those that wait for room.", load.paused);
+    t.one("pauses_total", "counter", "Answers that gave their room to older ones.", load.pauses);
     t.one("requests_waiting", "gauge", "Answers in the queue.", load.waiting);
     t.head("requests_total", "counter", "Answers that are over, by how they ended.");
     for (how, n) in ["stop", "length", "gone", "failed"].iter().zip(load.ended) {
@@ -58,6 +60,12 @@ pub(crate) fn metrics(service: &Service) -> String {
     t.one("steps_total", "counter", "Batches computed.", load.steps);
     t.one("rows_total", "counter", "Rows computed, of all batches.", load.stats.rows);
     t.one("prefixes_kept", "gauge", "Beginnings kept for later requests.", load.kept);
+    let drafts = load.speculation.unwrap_or_default();
+    t.one("speculation_rounds_total", "counter", "Passes that checked drafts.", drafts.rounds);
+    t.head("speculation_tokens_total", "counter", "Tokens drafted, and of these right.");
+    for (kind, n) in [("drafted", drafts.drafted), ("accepted", drafts.accepted)] {
+        t.value("speculation_tokens_total", &format!("{{kind=\"{kind}\"}}"), n);
+    }
     let store = &load.stats.store;
     t.one("expert_hits_total", "counter", "Experts found in memory.", store.hits);
     t.one("expert_misses_total", "counter", "Experts that were waited for.", store.misses);

@@ -1,4 +1,4 @@
-//! Ollama's chat, generate, tags and show: the least that tools which speak only that need.
+//! Ollama's chat, generate, tags, ps and show: the least that tools which speak only that need.
 
 use std::sync::Arc;
 
@@ -15,6 +15,8 @@ use crate::service::{Event, Finished, Input, Request, Service, ToolChoice, now};
 use crate::stream::{self, Encode};
 
 const MAX_STOPS: usize = 16;
+/// The last second of the year 9999: later ones some clients cannot read.
+const NEVER: u64 = 253_402_300_799;
 
 /// An error as Ollama writes it.
 pub(crate) fn error_body(error: &ApiError) -> Value {
@@ -99,6 +101,21 @@ pub(crate) fn tags(service: &Service) -> Value {
         "size": info.bytes,
         "digest": "",
         "details": details(service),
+    }]})
+}
+
+/// `GET /api/ps`: the model is loaded as long as the server is. Its size is what the memory plan has for it.
+pub(crate) fn loaded_models(service: &Service) -> Value {
+    let info = &service.info;
+    json!({ "models": [{
+        "name": info.name,
+        "model": info.name,
+        "size": info.ledger.iter().map(|(_, bytes)| bytes).sum::<u64>() + info.device_bytes,
+        "digest": "",
+        "details": details(service),
+        "expires_at": timestamp(NEVER),
+        "size_vram": info.device_bytes,
+        "context_length": info.context,
     }]})
 }
 
@@ -336,6 +353,7 @@ mod tests {
             (951_782_400, "2000-02-29T00:00:00Z"),
             (1_767_323_045, "2026-01-02T03:04:05Z"),
             (4_102_444_799, "2099-12-31T23:59:59Z"),
+            (super::NEVER, "9999-12-31T23:59:59Z"),
         ] {
             assert_eq!(super::timestamp(seconds), text);
         }

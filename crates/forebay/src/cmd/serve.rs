@@ -213,6 +213,7 @@ pub fn service(
         experts: routed().map(|(_, experts)| experts).max().unwrap_or(0),
         routed_layers: routed().map(|(layer, _)| layer).collect(),
         budget: engine.plan.budget,
+        device_bytes: engine.plan.device.as_ref().map_or(0, |device| device.ledger.total()),
         ledger: engine.plan.ledger.items.iter().map(|item| (item.what, item.bytes)).collect(),
     };
     let steer = engine.steer_vectors().clone();

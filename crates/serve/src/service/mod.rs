@@ -49,6 +49,8 @@ pub struct ModelInfo {
     pub routed_layers: Vec<usize>,
     /// Bytes that the memory plan is for.
     pub budget: u64,
+    /// Bytes of a GPU's memory besides.
+    pub device_bytes: u64,
     /// Lines of the memory plan.
     pub ledger: Vec<(&'static str, u64)>,
 }
