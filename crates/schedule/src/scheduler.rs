@@ -12,6 +12,9 @@ use forebay_engine::{Engine, Stats, StoreSnapshot};
 use crate::job::{Job, Outcome, Usage};
 use crate::worker::Worker;
 
+/// Why answers fail that are not over when the scheduler ends.
+pub(crate) const CLOSING: &str = "the server is shutting down";
+
 /// Choices.
 #[derive(Clone, Copy, Debug)]
 pub struct SchedulerOptions {
@@ -136,7 +139,7 @@ impl Drop for Farewell {
         queue.calls.clear();
         drop(queue);
         for waiting in jobs {
-            let outcome = Outcome::Failed("the server is shutting down".into());
+            let outcome = Outcome::Failed(CLOSING.into());
             waiting.job.listener.done(outcome, Usage::default());
         }
         self.0.bell.notify_all();

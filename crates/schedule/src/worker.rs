@@ -11,11 +11,19 @@ use forebay_engine::{Batch, Control, Engine, EngineError, Logits, Sampler, Seque
 use crate::job::{Outcome, Usage};
 use crate::room::{Free, GROWTH, Room};
 use crate::running::{Choice, Choosing, Running, keep};
-use crate::scheduler::{Call, Pace, SchedulerOptions, Shared, Waiting};
+use crate::scheduler::{CLOSING, Call, Pace, SchedulerOptions, Shared, Waiting};
 use crate::share::{Need, share};
 
 /// Counters are published at most this often while steps follow one another.
 const PUBLISH: Duration = Duration::from_millis(50);
+
+/// What became of an answer whose pass failed. Nobody but the server's end cancels a pass that somebody waits for.
+fn failed(error: EngineError) -> Outcome {
+    Outcome::Failed(match error {
+        EngineError::Cancelled => CLOSING.into(),
+        error => error.to_string(),
+    })
+}
 
 pub(crate) struct Worker {
     engine: Engine,
@@ -56,9 +64,7 @@ impl Worker {
         self.publish();
         while self.next_work() {
             if self.shared.abort.load(Ordering::Relaxed) {
-                for r in self.begun() {
-                    r.outcome = Some(Outcome::Failed("the server is shutting down".into()));
-                }
+                self.begun().for_each(|r| r.outcome = Some(Outcome::Failed(CLOSING.into())));
                 self.finish();
                 return;
             }
@@ -315,7 +321,7 @@ impl Worker {
             Err(error) => {
                 r.outcome = Some(match error {
                     EngineError::Cancelled if r.job.listener.is_gone() => Outcome::Gone,
-                    error => Outcome::Failed(error.to_string()),
+                    error => failed(error),
                 });
                 return;
             }
@@ -367,13 +373,43 @@ impl Worker {
             .collect();
         let rows = share(&needs, self.engine.plan.chunk, self.turn, self.pace);
         self.turn = self.turn.wrapping_add(1);
+        if let Err(error) = self.compute(&rows) {
+            self.each_alone(&rows, error);
+        }
+    }
+
+    /// What one of them brings into a pass may be all that is wrong with it, such as a steering that overflows: each has a pass
+    /// of its own, and fails by itself. `error` is what became of the pass of all.
+    fn each_alone(&mut self, rows: &[usize], error: EngineError) {
+        let cancelled = matches!(error, EngineError::Cancelled);
+        let only_one = rows.iter().filter(|&&rows| rows > 0).count() == 1;
+        let outcome = failed(error);
+        for index in (0..rows.len()).filter(|&index| rows[index] > 0) {
+            if self.running[index].outcome.is_some() {
+                continue;
+            }
+            let outcome = if cancelled || only_one {
+                outcome.clone()
+            } else {
+                let mut alone = vec![0; rows.len()];
+                alone[index] = rows[index];
+                let Err(error) = self.compute(&alone) else { continue };
+                failed(error)
+            };
+            self.running[index].outcome = Some(outcome);
+        }
+    }
+
+    /// Computes so many rows of each and hands out what was chosen. On an error nothing has happened, but that who has had a
+    /// token chosen is failed.
+    fn compute(&mut self, rows: &[usize]) -> Result<(), EngineError> {
         let mut batch = Batch::default();
         // Who is in the batch, with its length before, and who of them has a token chosen.
         let mut members = Vec::new();
         let mut chooses = Vec::new();
         let mut lent: Vec<&mut Sequence> = Vec::new();
         let mut choosing: Vec<Choosing<'_>> = Vec::new();
-        for (index, (r, &rows)) in self.running.iter_mut().zip(&rows).enumerate() {
+        for (index, (r, &rows)) in self.running.iter_mut().zip(rows).enumerate() {
             if rows == 0 {
                 continue;
             }
@@ -392,19 +428,20 @@ impl Worker {
             lent.push(sequence);
         }
         let mut chosen = Vec::with_capacity(chooses.len());
-        let mut choosing = choosing.into_iter();
+        let mut waiting = choosing.into_iter();
         let mut control = Control { cancel: &self.shared.abort, progress: &mut |_, _| {} };
         let result = self.engine.forward(&batch, &mut lent, &mut control, &mut |_, logits| {
             // Rows come in order, one for each that chooses.
-            chosen.extend(choosing.next().map(|mut c| c.choose(&Logits::All(logits))));
+            chosen.extend(waiting.next().map(|mut c| c.choose(&Logits::All(logits))));
             Ok(())
         });
-        drop(choosing);
+        drop(waiting);
         if let Err(error) = result {
-            for (index, _) in members {
+            // Rules that have taken a token cannot give it back.
+            for (&index, _) in chooses.iter().zip(&chosen) {
                 self.running[index].outcome = Some(Outcome::Failed(error.to_string()));
             }
-            return;
+            return Err(error);
         }
         for (index, from) in members {
             keep(&mut self.engine, &self.running[index], from);
@@ -422,6 +459,7 @@ impl Worker {
         let mut load = self.shared.load();
         load.steps += 1;
         load.generated_tokens += generated;
+        Ok(())
     }
 
     /// Lets go of answers that are over.

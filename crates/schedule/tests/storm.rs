@@ -8,35 +8,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use common::{Ear, Heard, MODELS, kinds, prompt, steered};
+use common::{Ear, Heard, MODELS, Rules, kinds, prompt, steered};
 use forebay_engine::{DrafterChoice, Engine, SamplerParams, SpeculateOptions, Steering};
-use forebay_schedule::{Constraint, Job, Outcome, Pace, Scheduler, SchedulerOptions};
+use forebay_schedule::{Job, Outcome, Pace, Scheduler, SchedulerOptions};
 
 const WAIT: Duration = Duration::from_secs(120);
 const JOBS: usize = 30;
 const MOST: usize = 48;
-
-/// Every token but those that are odd where the one before was.
-struct Rules {
-    last: u32,
-}
-
-impl Constraint for Rules {
-    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
-        if self.last % 2 == 1 {
-            logits.iter_mut().skip(1).step_by(2).for_each(|l| *l = f32::NEG_INFINITY);
-        }
-        Ok(())
-    }
-
-    fn accept(&mut self, token: u32) -> Result<bool, String> {
-        if self.last % 2 == 1 && token % 2 == 1 {
-            return Err(format!("token {token} was not allowed"));
-        }
-        self.last = token;
-        Ok(false)
-    }
-}
 
 /// The `i`-th client: what it asks, and after how many tokens it leaves.
 fn client(
@@ -65,7 +43,7 @@ fn client(
     job.steering = steering[i / 2 % steering.len()].clone();
     job.ends = [].into();
     if i % 7 == 2 {
-        job.constraint = Some(Box::new(Rules { last: 0 }));
+        job.constraint = Some(Box::new(Rules::default()));
     }
     (job, heard, progress)
 }

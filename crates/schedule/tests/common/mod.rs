@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 
 use forebay_engine::engine::Opened;
 use forebay_engine::{Engine, EngineOptions, Mode, SamplerParams, SteerSource, Steering};
-use forebay_schedule::{Flow, Job, Listener, Outcome, Token, Usage};
+use forebay_schedule::{Constraint, Flow, Job, Listener, Outcome, Token, Usage};
 
 /// Windows and sinks; attention in all layers; recurrent layers.
 pub const MODELS: [&str; 3] = [
@@ -15,6 +15,9 @@ pub const MODELS: [&str; 3] = [
     "tiny-qwen3-moe/qwen3_moe-Q4_K_M.gguf",
     "tiny-qwen3.5-moe/qwen3_5_moe-Q4_K_M.gguf",
 ];
+
+/// Windows as well, in five layers of six.
+pub const GEMMA: &str = "tiny-gemma4-mlx4";
 
 pub fn engine(model: &str, adjust: impl FnOnce(&mut EngineOptions)) -> Engine {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models").join(model);
@@ -99,6 +102,29 @@ pub fn job(prompt: &[u32], max_tokens: usize, sampling: SamplerParams, ear: Ear)
         steering: None,
         constraint: None,
         listener: Box::new(ear),
+    }
+}
+
+/// Every token but those that are odd where the one before was.
+#[derive(Default)]
+pub struct Rules {
+    last: u32,
+}
+
+impl Constraint for Rules {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        if self.last % 2 == 1 {
+            logits.iter_mut().skip(1).step_by(2).for_each(|l| *l = f32::NEG_INFINITY);
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<bool, String> {
+        if self.last % 2 == 1 && token % 2 == 1 {
+            return Err(format!("token {token} was not allowed"));
+        }
+        self.last = token;
+        Ok(false)
     }
 }
 
