@@ -386,3 +386,107 @@ fn an_output_that_vanishes_ends_the_batch() {
     assert_eq!(got.status.code(), Some(1), "{said}");
     assert!(said.contains("removed or replaced"), "{said}");
 }
+
+/// Ids are often just numbers: an output of other requests with the same ids is not taken for done, nor written to.
+#[test]
+fn an_answer_is_of_its_request_not_of_its_id() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("in"), dir.path().join("out"));
+    let write = |prompts: &[&str], blank: &str| {
+        let line = |(i, prompt): (usize, &&str)| {
+            format!(
+                "{{\"custom_id\":{blank}\"{i}\",\"url\":\"/v1/completions\",\
+                 \"body\":{{\"prompt\":{blank}\"{prompt}\",\"max_tokens\":2}}}}\n"
+            )
+        };
+        std::fs::write(&input, prompts.iter().enumerate().map(line).collect::<String>()).unwrap();
+    };
+    let run = || {
+        let mut command = forebay();
+        command.arg("batch").arg(model(GPT_OSS)).arg(&input).arg(&out);
+        output(command.args(["--context", "128", "--json"]))
+    };
+    write(&["a", "b"], "");
+    assert!(run().status.success());
+    let whole = std::fs::read(&out).unwrap();
+    write(&["a", "c"], "");
+    let got = run();
+    let said = String::from_utf8_lossy(&got.stderr).into_owned();
+    assert_eq!(got.status.code(), Some(2), "{said}");
+    assert!(said.contains("line 2") && said.contains("another request"), "{said}");
+    assert_eq!(std::fs::read(&out).unwrap(), whole);
+    // The same requests written otherwise, and more of them.
+    write(&["a", "b", "c"], " ");
+    let got = run();
+    assert!(got.status.success());
+    let summary: Value = serde_json::from_slice(&got.stdout).unwrap();
+    assert_eq!(summary["answered"], 1);
+    assert!(std::fs::read(&out).unwrap().starts_with(&whole));
+    // Where power was lost the file may end in zeros.
+    for keep in [whole.len(), whole.len() - 30] {
+        std::fs::write(&out, [&whole[..keep], &[0; 100]].concat()).unwrap();
+        assert!(run().status.success(), "{keep}");
+        assert_eq!(lines(&out).len(), 3);
+    }
+    // But a file of zeros is somebody's.
+    std::fs::write(&out, [0; 100]).unwrap();
+    assert_eq!(run().status.code(), Some(2));
+}
+
+/// What the engine fails at is tried once more, then written as a fault and told at the end; other lines of the same passes are
+/// what they are anyway.
+#[test]
+fn a_fault_of_the_engine_is_one_lines_and_told() {
+    let dir = tempfile::tempdir().unwrap();
+    // A token whose embedding is no number.
+    const BAD: usize = 300;
+    let damaged = common::copy(GPT_OSS, dir.path());
+    let path = damaged.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let tensor = "model.embed_tokens.weight";
+    let (header, _) = common::safetensors_header(&bytes);
+    let range = common::safetensors_range(&bytes, tensor);
+    let row = 2 * header[tensor]["shape"][1].as_u64().unwrap() as usize;
+    for value in bytes[range][BAD * row..][..row].chunks_exact_mut(2) {
+        value.copy_from_slice(&0x7fc0u16.to_le_bytes());
+    }
+    std::fs::write(&path, bytes).unwrap();
+    let run = |model: &Path, bad: bool, out: &str| {
+        let line = |i: usize| {
+            let mut ids = vec![12, 13, 14 + i];
+            if bad && i % 4 == 1 {
+                ids.push(BAD);
+            }
+            let body = json!({ "prompt": ids, "max_tokens": 6 + i, "seed": i, "temperature": 1,
+                "logit_bias": { BAD.to_string(): -100 } });
+            json!({ "custom_id": i.to_string(), "url": "/v1/completions", "body": body })
+                .to_string()
+        };
+        let (input, out) = (dir.path().join("in"), dir.path().join(out));
+        std::fs::write(&input, (0..13).map(line).collect::<Vec<_>>().join("\n")).unwrap();
+        let mut command = forebay();
+        command.arg("batch").arg(model).arg(&input).arg(&out);
+        let got = output(command.args(["--context", "128", "--parallel", "6", "--json"]));
+        let summary: Value = serde_json::from_slice(&got.stdout).unwrap();
+        (got.status.code(), summary, answers(&lines(&out)))
+    };
+    let (code, _, want) = run(&damaged, false, "whole");
+    assert_eq!(code, Some(0));
+    let (code, summary, got) = run(&damaged, true, "out");
+    assert_eq!(code, Some(1));
+    assert_eq!((&summary["answered"], &summary["failed"]), (&json!(13), &json!(3)));
+    assert_eq!((&summary["engine_faults"], &summary["tried_again"]), (&json!(3), &json!(3)));
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        match i % 4 {
+            1 => assert_eq!(got.1, 500, "{i}"),
+            _ => assert_eq!(got, want, "{i}"),
+        }
+    }
+    // All is written, and still not all is answered.
+    let mut command = forebay();
+    command.arg("batch").arg(&damaged).arg(dir.path().join("in")).arg(dir.path().join("out"));
+    let again = output(command.args(["--context", "128"]));
+    let said = String::from_utf8_lossy(&again.stderr).into_owned();
+    assert_eq!(again.status.code(), Some(1), "{said}");
+    assert!(said.contains("3 of them have no answer"), "{said}");
+}

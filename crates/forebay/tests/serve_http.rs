@@ -288,6 +288,42 @@ fn it_ends_gracefully_and_remembers() {
     assert_eq!(text(&after), text(&first));
 }
 
+/// Answers that the end cuts off, whether they run, pause or wait: each client is told so, in its API's shape, as the server's end and not
+/// as a fault.
+#[test]
+fn who_is_cut_off_at_the_end_is_told() {
+    let args =
+        ["--grace", "0", "--parallel", "8", "--contexts", "1", "--context", "1024", "--temp", "1"];
+    let server = Server::start(&model(GPT_OSS), &args);
+    let asked: Vec<_> = (0..24)
+        .map(|i| {
+            let body = json!({ "prompt": "Once", "max_tokens": 1000, "seed": i, "ignore_eos": true,
+                "stream": i % 3 == 0 });
+            let body = body.to_string();
+            (i, server.send(&server.request("POST", "/v1/completions", &[], body.as_bytes())))
+        })
+        .collect();
+    let began = std::time::Instant::now();
+    while server.metric("forebay_requests_waiting") < 12.0 {
+        assert!(began.elapsed() < std::time::Duration::from_secs(60), "they do not arrive");
+    }
+    server.interrupt();
+    for (i, stream) in asked {
+        let got = read(stream);
+        let said = match i % 3 {
+            0 if got.body.contains("[DONE]") => continue,
+            0 => got.events().pop().unwrap(),
+            _ if got.status == 200 => continue,
+            _ => {
+                assert_eq!(got.status, 503, "{i}: {}", got.body);
+                got.json()
+            }
+        };
+        assert_eq!(said["error"]["message"], "the server is shutting down", "{i}: {said}");
+    }
+    assert_eq!(server.wait().0, Some(0));
+}
+
 /// Without a word about it, a server takes as much room for contexts as leaves experts most of theirs; what is asked for
 /// is given. A context that does not fit is refused with the bytes that it takes.
 #[test]

@@ -74,7 +74,9 @@ fn what_is_wrong_is_named() {
     for (method, path, status, word) in [
         ("GET", "/v1/nothing", 404, "no route"),
         ("GET", CHAT, 405, "does not take"),
-        ("POST", "/v1/embeddings", 404, "embeddings"),
+        ("POST", "/v1/embeddings", 404, "no embeddings"),
+        ("POST", "/api/embed", 404, "no embeddings"),
+        ("POST", "/api/embeddings", 404, "no embeddings"),
         ("GET", "/v1/models/other", 404, "other"),
         ("GET", "/v1/models/tiny-gpt-oss", 200, "tiny-gpt-oss"),
         ("GET", "/v1/models", 200, "tiny-gpt-oss"),

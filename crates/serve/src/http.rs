@@ -37,6 +37,8 @@ const ROUTES: &str = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/
                       /api/version, /health, /metrics";
 /// How often memory that is free is given back.
 const GIVE_BACK: Duration = Duration::from_secs(2);
+/// How long those whose answers were cut off at the end may take to read so.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 /// What a client that was turned away waits.
 const RETRY_AFTER: &str = "1";
 
@@ -146,6 +148,12 @@ pub(crate) async fn off_the_reactor<R: Send + 'static>(
     }
 }
 
+/// What every API's route for embeddings says.
+async fn no_embeddings(uri: axum::http::Uri) -> Response {
+    let what = "this server has no embeddings: it serves a model that generates text";
+    Api::of(uri.path()).error(&ApiError::new(Kind::NoRoute, what))
+}
+
 /// Begins to answer what the request of this task asks.
 pub(crate) async fn begin(
     service: &Arc<Service>,
@@ -199,13 +207,18 @@ pub async fn serve(
         let _ = hears.wait_for(|told| *told).await;
         tokio::time::sleep(grace).await;
     };
-    tokio::select! {
+    let mut server = std::pin::pin!(server);
+    let result = tokio::select! {
         never = give_back(service.clone()) => match never {},
-        result = server => result?,
-        () = too_long => {}
-    }
+        result = &mut server => result,
+        () = too_long => {
+            service.scheduler().abort();
+            // Who was cut off is told so, if it reads.
+            tokio::time::timeout(LAST_WORDS, server).await.unwrap_or(Ok(()))
+        }
+    };
     service.scheduler().abort();
-    Ok(())
+    result
 }
 
 /// A socket whose connections hold little that was not taken yet: with the system's own buffers of megabytes, a client
@@ -257,7 +270,9 @@ fn router(service: Arc<Service>, options: HttpOptions) -> Router {
         .route("/v1/chat/completions", asks!(openai::chat))
         .route("/v1/completions", asks!(openai::completions))
         .route("/v1/responses", asks!(responses::responses))
-        .route("/v1/embeddings", post(|| async { openai::embeddings() }))
+        .route("/v1/embeddings", post(no_embeddings))
+        .route("/api/embed", post(no_embeddings))
+        .route("/api/embeddings", post(no_embeddings))
         .route(
             "/v1/models",
             get(|State(app): State<App>| async move { json(&openai::models(&app.service)) }),

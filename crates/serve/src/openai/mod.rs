@@ -6,7 +6,7 @@ mod write;
 
 use std::sync::Arc;
 
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde_json::{Value, json};
 
 use self::read::{Style, chat_request, completion_request, style};
@@ -80,14 +80,6 @@ async fn answer(
     let prompt_tokens = answers.prompt_tokens;
     let whole = answers.whole().await?;
     Ok(ok_json(&head.whole(&whole, prompt_tokens, &style)))
-}
-
-/// `POST /v1/embeddings`
-pub(crate) fn embeddings() -> Response {
-    let message = "this server has no embeddings: it serves a model that generates text";
-    let error = ApiError::new(Kind::NoRoute, message);
-    let status = axum::http::StatusCode::NOT_FOUND;
-    (status, axum::Json(error_body(&error))).into_response()
 }
 
 /// A line of a batch: the body of a request to `url` to the body of its response.

@@ -23,6 +23,9 @@ pub struct Line {
     pub id: String,
     /// One of [`URLS`].
     pub url: &'static str,
+    /// Of id, URL and body; blanks between the body's parts do not count. It is a part of the answer, so that another request with
+    /// the same id is told from this one.
+    pub digest: String,
     /// Whether the answer has to follow a grammar.
     pub is_constrained: bool,
     /// Line of the file, from 1.
@@ -72,13 +75,14 @@ impl Requests {
             let json = bare(&text, at);
             if !json.is_empty() {
                 let (id, url, body) = parse(json).map_err(bad)?;
+                let digest = digest(&id, url, &body);
                 let says = |key: &str| body.get(key).is_some_and(|v| !v.is_null());
                 let is_constrained = says("response_format") || says("tools");
                 let place = match again {
                     true => Place::File { at, len },
                     false => Place::Memory(json.into()),
                 };
-                lines.push(Line { id, url, is_constrained, number, place });
+                lines.push(Line { id, url, digest, is_constrained, number, place });
             }
             at += len as u64;
         }
@@ -119,7 +123,7 @@ impl Requests {
             }
         };
         match parse(json) {
-            Ok((id, url, body)) if id == line.id && url == line.url => Ok(body),
+            Ok((id, url, body)) if digest(&id, url, &body) == line.digest => Ok(body),
             _ => anyhow::bail!(
                 "{shown}: line {} was changed while the batch was running; run it again",
                 line.number
@@ -170,6 +174,15 @@ fn parse(json: &[u8]) -> Result<(String, &'static str, Value), String> {
         body @ Value::Object(_) => Ok((id, url, body)),
         other => Err(format!("`body` must be an object, not {}", short(&other))),
     }
+}
+
+/// What tells a request from others: 16 hexadecimal digits.
+fn digest(id: &str, url: &str, body: &Value) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for part in [id, url, &body.to_string()] {
+        hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
+    }
+    hasher.finalize().to_hex()[..16].to_owned()
 }
 
 /// The beginning of a value, for a message.

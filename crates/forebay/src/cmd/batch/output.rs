@@ -20,6 +20,8 @@ pub struct Output {
     journal: Kept,
     /// Lines in the output.
     written: usize,
+    /// Of those that an earlier run has written, what the engine failed at.
+    faults: usize,
     /// Lines that wait for those before them.
     early: BTreeMap<usize, String>,
 }
@@ -40,14 +42,18 @@ impl Output {
                 return Err(usage(format!("{what}; name another file than {shown}")));
             }
         }
-        let mut written = 0;
+        let (mut written, mut faults) = (0, 0);
         let file = Kept::open(path.to_owned(), |value| {
             let Some(line) = lines.get(written) else {
                 return Err(format!("there are no more than {written} requests"));
             };
             written += 1;
+            faults += usize::from(is_fault(&value));
             match is_answer(&value, line) {
                 true => Ok(()),
+                false if value["custom_id"].as_str() == Some(&line.id) => {
+                    Err(format!("it answers another request that was called {:?}", line.id))
+                }
                 false => Err(format!("it is not the answer to request {:?}", line.id)),
             }
         })?;
@@ -55,14 +61,15 @@ impl Output {
         let journal = Kept::open(journal_path, |value| {
             let index = value["index"].as_u64().filter(|_| value["line"].is_object());
             let index = index.ok_or("it is no entry of a batch's journal")? as usize;
-            // Of another batch, or of a line that has been written since: of no use.
+            // Of another batch, of a line that has been written since, or no answer: of no use.
             let own = lines.get(index).is_some_and(|line| is_answer(&value["line"], line));
+            let own = own && !is_fault(&value["line"]);
             if own && index >= written {
                 early.insert(index, value["line"].to_string());
             }
             Ok(())
         })?;
-        let mut output = Output { file, journal, written, early };
+        let mut output = Output { file, journal, written, faults, early };
         output.write_ready()?;
         Ok(output)
     }
@@ -70,6 +77,16 @@ impl Output {
     /// Whether a line is answered.
     pub fn has(&self, index: usize) -> bool {
         index < self.written || self.early.contains_key(&index)
+    }
+
+    /// Lines that are answered.
+    pub fn count(&self) -> usize {
+        self.written + self.early.len()
+    }
+
+    /// Lines that an earlier run has written and that have no answer, because the engine failed at them.
+    pub fn faults(&self) -> usize {
+        self.faults
     }
 
     /// Takes the answer of a line.
@@ -101,9 +118,21 @@ impl Output {
     }
 }
 
+/// What the answer to a request is called.
+pub fn name(line: &Line) -> String {
+    format!("batch_req_{}", line.digest)
+}
+
 /// Whether a line of the output is the answer to a request.
 fn is_answer(value: &Value, line: &Line) -> bool {
-    value["custom_id"].as_str() == Some(&line.id) && value["response"].is_object()
+    value["id"].as_str() == Some(&name(line))
+        && value["custom_id"].as_str() == Some(&line.id)
+        && value["response"].is_object()
+}
+
+/// Whether a line of the output says that the engine failed.
+fn is_fault(value: &Value) -> bool {
+    value["response"]["status_code"].as_u64().is_some_and(|status| status >= 500)
 }
 
 /// Whether two paths lead to one file that is there.
@@ -218,8 +247,9 @@ fn whole_lines(
         let is_ended = text.last() == Some(&b'\n');
         match serde_json::from_slice(&text) {
             Ok(value) => take(value).map_err(|what| foreign(&what))?,
-            // A line that a kill cut off goes; what cannot be one is somebody's.
+            // A line that a kill cut off goes, and so do zeros where power was lost; what can be neither is somebody's.
             Err(_) if !is_ended && BEGINNINGS.iter().any(|b| agree(b, &text)) => break,
+            Err(_) if !is_ended && end > 0 && text.iter().all(|b| *b == 0) => break,
             Err(_) => return Err(foreign("it is no JSON")),
         }
         end += n as u64;
