@@ -131,10 +131,40 @@ impl Speeds {
         }
     }
 
+    /// Of measurements of the same program at different moments, the median of every figure: what another program does
+    /// for a second must not decide what is predicted. None without a measurement.
+    pub fn median(rounds: &[Speeds]) -> Option<Speeds> {
+        let first = rounds.first()?;
+        let over =
+            |figure: &dyn Fn(&Speeds) -> Option<f64>| middle(rounds.iter().filter_map(figure));
+        Some(Speeds {
+            disk: over(&|r| r.disk),
+            one_row: over(&|r| r.one_row),
+            small: over(&|r| Some(r.small))?,
+            products: (first.products.iter())
+                .map(|(list, s)| (list.clone(), over(&|r| Some(r.seconds(list))).unwrap_or(*s)))
+                .collect(),
+            many_rows: (first.many_rows.iter())
+                .map(|&(f, rate)| (f, over(&|r| r.rate(f)).unwrap_or(rate)))
+                .collect(),
+        })
+    }
+
+    fn rate(&self, format: Format) -> Option<f64> {
+        self.many_rows.iter().find(|(f, _)| *f == format).map(|(_, rate)| *rate)
+    }
+
     fn seconds(&self, shapes: &[Shape]) -> f64 {
         let found = self.products.iter().find(|(known, _)| known == shapes);
         found.map_or(0.0, |(_, seconds)| *seconds)
     }
+}
+
+/// The median; of an even number of values the lower of the middle two.
+fn middle(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len().checked_sub(1)? / 2).copied()
 }
 
 /// The products of a program with one row that run at once: those of its body, the head, and for every routed
@@ -393,4 +423,36 @@ fn matrices(e: &ExpertWeights) -> [&WeightRef; 3] {
 
 fn matrix_bytes(w: &WeightRef) -> u64 {
     w.format.matrix_bytes(w.rows, w.cols).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn speeds(scale: f64) -> Speeds {
+        let list = |rows| vec![Shape { format: Format::Q8_0, rows, cols: 64 }];
+        Speeds {
+            disk: Some(2e9 * scale),
+            products: vec![(list(32), 1e-3 / scale), (list(64), 2e-3 / scale)],
+            one_row: Some(2e10 * scale),
+            many_rows: vec![(Format::Q8_0, 1e11 * scale)],
+            small: 1e-6 / scale,
+        }
+    }
+
+    #[test]
+    fn one_slow_moment_changes_no_figure() {
+        for slow in 0..3 {
+            let rounds: Vec<Speeds> =
+                (0..3).map(|i| speeds(if i == slow { 0.1 } else { 1.0 })).collect();
+            assert_eq!(Speeds::median(&rounds), Some(speeds(1.0)));
+        }
+        assert_eq!(Speeds::median(&[]), None);
+    }
+
+    #[test]
+    fn what_no_round_measured_stays_unknown() {
+        let unmeasured = Speeds { disk: None, ..speeds(1.0) };
+        assert_eq!(Speeds::median(&[unmeasured.clone()]), Some(unmeasured));
+    }
 }

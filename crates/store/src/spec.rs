@@ -42,6 +42,14 @@ impl StoreSpec {
         crate::TrunkImage::plan_bytes(&self.extents())
     }
 
+    /// The file of the first expert, and the mean bytes of a read of it, none longer than `max_read`.
+    pub fn read_shape(&self, max_read: u64) -> Option<(u32, usize)> {
+        let (_, _, weights) = self.all().next()?;
+        let reads = expert_layout(weights).reads(max_read);
+        let bytes: usize = reads.iter().map(|read| read.need).sum();
+        Some((reads.first()?.file, bytes / reads.len()))
+    }
+
     /// Experts of all layers together.
     pub fn n_experts_total(&self) -> usize {
         self.layers.iter().map(|layer| layer.experts.len()).sum()
