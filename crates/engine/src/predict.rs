@@ -453,6 +453,6 @@ mod tests {
     #[test]
     fn what_no_round_measured_stays_unknown() {
         let unmeasured = Speeds { disk: None, ..speeds(1.0) };
-        assert_eq!(Speeds::median(&[unmeasured.clone()]), Some(unmeasured));
+        assert_eq!(Speeds::median(std::slice::from_ref(&unmeasured)), Some(unmeasured));
     }
 }
