@@ -56,10 +56,12 @@ impl FloatIsa for Avx512 {
         // SAFETY: the trait's contract, here and below.
         unsafe { _mm512_loadu_ps(p) }
     }
+    // Into the second-level cache: the first one has too few requests under way for the rate of a server's memory, at least
+    // on Zen 4, where it gave 60% of it and this 90%.
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         // SAFETY: as above.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u8) -> __m512 {
@@ -229,7 +231,7 @@ impl Isa for Avx512 {
         }
         fn sub(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
         fn to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
-        fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
 
     const FOLDS: bool = true;
