@@ -97,7 +97,14 @@ fn what_one_copy_cannot_give_comes_from_the_other() {
             let mut store = open(&checkpoint, &files, engine);
             pass(&checkpoint, &mut *store, 0).unwrap();
             broken[bad].store(true, SeqCst);
-            for layer in [1, 2, 0, 1, 2] {
+            // On a busy machine the quicker copy may be given all reads for a while.
+            for layer in [1, 2, 0].into_iter().cycle().take(300) {
+                pass(&checkpoint, &mut *store, layer).unwrap();
+                if !files.notes().is_empty() {
+                    break;
+                }
+            }
+            for layer in [0, 1, 2] {
                 pass(&checkpoint, &mut *store, layer).unwrap();
             }
             let notes = files.notes();
