@@ -385,9 +385,7 @@ impl Predictor<'_> {
         let head = &self.program.weights[self.program.head.weight.0];
         let body = self.program.weights.iter().filter(|w| *w != head);
         let many = |w: &WeightRef, rows: f64| {
-            let rates = &self.speeds.many_rows;
-            let (_, rate) = rates.iter().find(|(format, _)| *format == w.format)?;
-            Some(matrix_bytes(w) as f64 * rows / rate)
+            Some(matrix_bytes(w) as f64 * rows / self.speeds.rate(w.format)?)
         };
         let trunk: f64 = body.map(|w| many(w, rows as f64)).sum::<Option<f64>>()?;
         let mut experts = 0.0;

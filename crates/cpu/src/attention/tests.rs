@@ -115,24 +115,22 @@ struct Case {
 }
 
 const CASES: [Case; 10] = [
-    case("one position", 2, 1, 16, None, false, 1, 0..1),
-    case("gqa with sinks", 8, 2, 64, None, true, 100, 60..100),
-    case("window of 4", 3, 1, 20, Some(4), false, 40, 0..40),
-    case("window of 128", 4, 2, 64, Some(128), true, 300, 120..140),
-    case("no groups", 3, 3, 48, None, false, 70, 0..70),
-    case("six to one, head of 80", 6, 1, 80, Some(33), true, 97, 90..97),
-    case("sixteen to one, head of 128", 16, 1, 128, None, false, 65, 62..65),
-    case("long, split over threads", 8, 2, 32, None, true, 700, 698..700),
-    case("long window, split over threads", 4, 1, 48, Some(600), true, 700, 640..643),
-    Case { v_head_dim: 40, ..case("narrower values", 4, 2, 56, None, true, 50, 40..50) },
+    case("one position", [2, 1, 16], None, false, 1, 0..1),
+    case("gqa with sinks", [8, 2, 64], None, true, 100, 60..100),
+    case("window of 4", [3, 1, 20], Some(4), false, 40, 0..40),
+    case("window of 128", [4, 2, 64], Some(128), true, 300, 120..140),
+    case("no groups", [3, 3, 48], None, false, 70, 0..70),
+    case("six to one, head of 80", [6, 1, 80], Some(33), true, 97, 90..97),
+    case("sixteen to one, head of 128", [16, 1, 128], None, false, 65, 62..65),
+    case("long, split over threads", [8, 2, 32], None, true, 700, 698..700),
+    case("long window, split over threads", [4, 1, 48], Some(600), true, 700, 640..643),
+    Case { v_head_dim: 40, ..case("narrower values", [4, 2, 56], None, true, 50, 40..50) },
 ];
 
-#[allow(clippy::too_many_arguments)]
+/// Heads of queries, heads of keys and values, and their width.
 const fn case(
     name: &'static str,
-    n_heads: usize,
-    n_kv_heads: usize,
-    head_dim: usize,
+    [n_heads, n_kv_heads, head_dim]: [usize; 3],
     window: Option<usize>,
     sinks: bool,
     positions: usize,

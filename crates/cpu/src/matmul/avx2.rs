@@ -14,6 +14,7 @@ use super::float::{self, FloatIsa};
 use super::isa::{Isa, RowPtrs};
 use super::job::Tile;
 use super::kernel::{self, with_decoder};
+use super::unpack;
 
 /// A tile in precision `q8`.
 pub(super) fn q8_tile(tile: &Tile<'_>, q: &Q8Rows) {
@@ -48,7 +49,7 @@ unsafe fn dequantize(rows: float::Dequantize<'_>, out: *mut f32) {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn run_dequantize<D: Decoder<Avx2>>(d: &D, rows: float::Dequantize<'_>, out: *mut f32) {
     // SAFETY: as `run`; `out` is the caller's promise.
-    unsafe { kernel::dequantize(d, rows, out) }
+    unsafe { unpack::dequantize(d, rows, out) }
 }
 
 #[derive(Clone, Copy)]

@@ -9,6 +9,7 @@ use super::float::{self, FloatIsa};
 use super::isa::{Folded, Isa, RowPtrs};
 use super::job::Tile;
 use super::kernel::{self, with_decoder};
+use super::unpack;
 
 /// A tile in precision `q8`.
 pub(super) fn q8_tile(tile: &Tile<'_>, q: &Q8Rows) {
@@ -43,7 +44,7 @@ unsafe fn dequantize(rows: float::Dequantize<'_>, out: *mut f32) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn run_dequantize<D: Decoder<Avx512>>(d: &D, rows: float::Dequantize<'_>, out: *mut f32) {
     // SAFETY: as `run`; `out` is the caller's promise.
-    unsafe { kernel::dequantize(d, rows, out) }
+    unsafe { unpack::dequantize(d, rows, out) }
 }
 
 #[derive(Clone, Copy)]

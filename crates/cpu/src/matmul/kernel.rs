@@ -3,12 +3,10 @@
 
 use std::mem::MaybeUninit;
 
-use forebay_quant::dequant::decoded_to_f32;
 use forebay_quant::group::{BLOCK, GROUP, LANES};
-use forebay_quant::{ActOrder, Group, MatrixView, Q8Group, Q8Rows};
+use forebay_quant::{MatrixView, Q8Group, Q8Rows};
 
 use super::decode::{Decoded, Decoder};
-use super::float::Dequantize;
 use super::isa::{Folded, Isa, RowPtrs};
 use super::job::Tile;
 
@@ -115,14 +113,14 @@ pub(super) unsafe fn tile<I: Isa, D: Decoder<I>, const ONE: usize, const MANY: u
 
 /// Pointers to the first group of `I::ROWS` features, in each plane.
 #[derive(Clone, Copy)]
-struct Features {
+pub(super) struct Features {
     planes: [RowPtrs; 3],
 }
 
 impl Features {
     /// Features `first..first + I::ROWS`; those from `end` on are replaced by the last.
     #[inline(always)]
-    fn new<I: Isa>(weight: &MatrixView<'_>, first: usize, end: usize) -> Features {
+    pub(super) fn new<I: Isa>(weight: &MatrixView<'_>, first: usize, end: usize) -> Features {
         let last = end - 1;
         let mut planes = [[std::ptr::null(); 2]; 3];
         for (p, rows) in planes.iter_mut().enumerate() {
@@ -146,13 +144,13 @@ impl Features {
     }
 
     #[inline(always)]
-    fn group(&self, g: usize, [a, b, c]: [usize; 3]) -> [RowPtrs; 3] {
+    pub(super) fn group(&self, g: usize, [a, b, c]: [usize; 3]) -> [RowPtrs; 3] {
         self.offset([g * a, g * b, g * c])
     }
 
     /// Decodes the last group of a row, which has only `blocks` blocks: nothing behind it is read.
     #[inline(always)]
-    unsafe fn decode_tail<I: Isa, D: Decoder<I>>(
+    pub(super) unsafe fn decode_tail<I: Isa, D: Decoder<I>>(
         &self,
         decoder: &D,
         weight: &MatrixView<'_>,
@@ -253,7 +251,7 @@ unsafe fn add_dot<I: Isa>(
 
 /// Whole groups of a row, and blocks of a shorter last one.
 #[inline(always)]
-fn groups_of<I: Isa, D: Decoder<I>>(cols: usize) -> (usize, usize) {
+pub(super) fn groups_of<I: Isa, D: Decoder<I>>(cols: usize) -> (usize, usize) {
     // A constant where there is none, so that nothing is compiled for it.
     (cols / GROUP, if D::TAIL { cols % GROUP / BLOCK } else { 0 })
 }
@@ -543,78 +541,6 @@ impl FoldedTail<'_> {
                     let dot = I::dot_folded(&codes, rest, decoder.offset(), folded, sum);
                     I::store_acc(add_dot(&w, dot, a, D::FACTS.bias, old), acc);
                 }
-            }
-        }
-    }
-}
-
-/// Dequantises some columns of some features, `I::ROWS` at a time.
-///
-/// # Safety
-/// The instruction set of `I` must be there; `out` has room as [`Dequantize`] says.
-#[inline(always)]
-pub(super) unsafe fn dequantize<I: Isa, D: Decoder<I>>(
-    decoder: &D,
-    rows: Dequantize<'_>,
-    out: *mut f32,
-) {
-    let (weight, end) = (rows.weight, rows.features.end);
-    let bytes = weight.format().group_bytes();
-    let (whole, rest) = groups_of::<I, D>(weight.cols());
-    let mut groups = [Group::EMPTY; 2];
-    for f in rows.features.clone().step_by(I::ROWS) {
-        let ptrs = Features::new::<I>(weight, f, end);
-        for c in rows.columns.clone().step_by(GROUP) {
-            let g = c / GROUP;
-            // SAFETY: groups lie within the rows; `groups` has room for all codes and lanes.
-            unsafe {
-                let w = if !D::TAIL || g < whole {
-                    decoder.decode(ptrs.group(g, bytes))
-                } else {
-                    ptrs.decode_tail(decoder, weight, bytes, rest)
-                };
-                unpack::<I, D>(&w, &mut groups);
-                for r in 0..I::ROWS.min(end - f) {
-                    let n = (rows.columns.end - c).min(GROUP);
-                    let at = (f + r - rows.features.start) * rows.stride + c - rows.columns.start;
-                    let out = out.add(at);
-                    out.write_bytes(0, n);
-                    let out = std::slice::from_raw_parts_mut(out, n);
-                    decoded_to_f32(D::FACTS.bias, decoder.offset(), &groups[r], out);
-                }
-            }
-        }
-    }
-}
-
-/// From packed vectors to the order of the weights.
-#[inline(always)]
-unsafe fn unpack<I: Isa, D: Decoder<I>>(w: &Decoded<I>, groups: &mut [Group; 2]) {
-    let [a, b] = groups;
-    // SAFETY: a group has room for 256 codes and 8 lanes of each half.
-    unsafe {
-        let c = &w.codes;
-        let first = I::transpose([c[0], c[1], c[2], c[3]]);
-        let second = I::transpose([c[4], c[5], c[6], c[7]]);
-        let codes = [a.codes.as_mut_ptr(), b.codes.as_mut_ptr()];
-        for k in 0..4 {
-            let [x, y] = match D::ORDER {
-                ActOrder::Sequential => [first[k], second[k]],
-                ActOrder::NibblePairs => I::zip(first[k], second[k]),
-            };
-            I::store(x, codes, k * BLOCK, (k + 4) * BLOCK);
-            I::store(y, codes, k * BLOCK + 16, (k + 4) * BLOCK + 16);
-        }
-        let halves = if D::FACTS.halves { 2 } else { 1 };
-        let mut lanes = [0.0f32; 2 * LANES];
-        for half in 0..2 {
-            I::store_acc(w.ws[half % halves], lanes.as_mut_ptr());
-            a.ws[half].copy_from_slice(&lanes[..LANES]);
-            b.ws[half].copy_from_slice(&lanes[LANES..]);
-            if D::FACTS.bias {
-                I::store_acc(w.wb[half % halves], lanes.as_mut_ptr());
-                a.wb[half].copy_from_slice(&lanes[..LANES]);
-                b.wb[half].copy_from_slice(&lanes[LANES..]);
             }
         }
     }

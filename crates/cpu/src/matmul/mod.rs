@@ -5,6 +5,7 @@
 //! * `kernel` walks tiles of output rows for integer (`q8`) dot products. It is generic over an instruction set
 //!   (`isa`, `avx512`, `avx2`, `neon`) and over a decoder of one weight format (`decode`): a format needs one decoder for all
 //!   instruction sets, and formats without one go through `forebay_quant::decode_group`.
+//! * `unpack` makes f32 weights with the same decoders.
 //! * `float` does the same for f32 activations.
 //! * `scalar` is the portable path of both.
 //! * `pack` quantises activation rows.
@@ -21,6 +22,7 @@ mod job;
 mod kernel;
 mod pack;
 mod scalar;
+mod unpack;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

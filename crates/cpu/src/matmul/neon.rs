@@ -15,6 +15,7 @@ use super::isa::{Isa, RowPtrs};
 use super::job::Tile;
 use super::kernel::{self, with_decoder};
 use super::neon_dot::{Dot, Plain, Product, Usdot};
+use super::unpack;
 use crate::half_float::arm::widen;
 
 /// A tile in precision `q8` with 16-bit products.
@@ -83,7 +84,7 @@ unsafe fn run_dequantize<D: Decoder<Neon<Plain>>>(
     out: *mut f32,
 ) {
     // SAFETY: as `run`; `out` is the caller's promise.
-    unsafe { kernel::dequantize(d, rows, out) }
+    unsafe { unpack::dequantize(d, rows, out) }
 }
 
 /// NEON with the dot product `P`.
