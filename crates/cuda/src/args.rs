@@ -32,7 +32,7 @@ args! {
     Acts { codes: Ptr, meta: Ptr, row_codes: u64, row_meta: u64 }
     GemvJob { w: Matrix, bias: Ptr, out: Ptr, stride: u32, add: u32, variant: u32, first_block: u32 }
     GemvArgs {
-        jobs: [GemvJob; 4], acts: Acts, x: Ptr, weight: Ptr, n_jobs: u32, rows: u32, eps: f32, pad: u32,
+        jobs: [GemvJob; 4], acts: Acts, x: Ptr, weight: Ptr, n_jobs: u32, rows: u32, eps: f32, passes: u32,
     }
     RouterArgs {
         w: Matrix, x: Ptr, weight: Ptr, bias: Ptr, out: Ptr, dst: Ptr, codes: [Ptr; 2], meta: [Ptr; 2],
@@ -44,8 +44,10 @@ args! {
         row_codes: u64, row_meta: u64, inter: u32, top_k: u32, activation: u32, variant_gate: u32,
         variant_up: u32, experts: u32, all: u32, layer: u32, alpha: f32, limit: f32,
     }
+    /// Weights that a later kernel reads.
+    Ahead { at: [Ptr; 3], bytes: [u32; 3], pad: u32 }
     ExpertDownArgs {
-        down: Matrix, acts: Acts, bias: Ptr, ids: Ptr, weights: Ptr, out: Ptr,
+        down: Matrix, acts: Acts, bias: Ptr, ids: Ptr, weights: Ptr, out: Ptr, ahead: Ahead,
         d: u32, top_k: u32, add: u32, variant: u32, passes: u32, pad: u32,
     }
     GemmArgs {
@@ -83,7 +85,7 @@ args! {
         rows: u32, n_heads: u32, n_kv_heads: u32, dim: u32, table_len: u32, kv_type: u32, window: u32,
         max_blocks: u32, scale: f32, pad: u32,
     }
-    AttendRowArgs { a: AttendArgs, parts: [HeadPart; 3], angles: Ptr, half: u32, adjacent: u32 }
+    AttendRowArgs { a: AttendArgs, parts: [HeadPart; 3], angles: Ptr, ahead: Ahead, half: u32, adjacent: u32 }
     RouteArgs {
         logits: Ptr, expert_scale: Ptr, ids: Ptr, weights: Ptr, fault: Ptr,
         rows: u32, experts: u32, top_k: u32, all: u32, layer: u32, pad: u32,

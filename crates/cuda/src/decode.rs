@@ -15,6 +15,11 @@ use crate::layout::Width;
 use crate::run::{Run, up_shared};
 use crate::steps::{Linear, Part, Step};
 
+/// Most bytes of weights that are brought into the second-level cache two kernels before they are read.
+const AHEAD_BYTES: u64 = 8 << 20;
+/// Outputs from which on a warp takes several, so that a block brings its activations less often.
+const MANY_OUTPUTS: usize = 32768;
+
 impl Run<'_> {
     /// Runs the first few of `steps` together; says how many, or 0 where they fit no pattern.
     pub(crate) fn together(&self, steps: &[Step]) -> Result<usize, CudaError> {
@@ -44,9 +49,11 @@ impl Run<'_> {
                     && parts[0].is_some_and(|q| q.buf == op.q)
                     && overwritten(op.q, rest) =>
             {
-                self.heads_and_attention(*kv, parts, op, *gate, *pack)
+                self.heads_and_attention(*kv, parts, op, *gate, *pack, self.ahead(rest))
             }
-            [Step::Route { logits, moe }, Step::Experts { moe: of, dst, add }, ..] if moe == of => {
+            [Step::Route { logits, moe }, Step::Experts { moe: of, dst, add }, rest @ ..]
+                if moe == of =>
+            {
                 let m = &self.program.moes[moe.0];
                 let packed = matches!(m.input, Operand::Packed(_)) && m.hidden_order.is_some();
                 let blocks = self.map.experts[moe.0][0].args.blocks as usize;
@@ -58,7 +65,8 @@ impl Run<'_> {
                 {
                     return Ok(0);
                 }
-                self.experts(*moe, *dst, *add, Some(self.route_args(*logits, *moe)?))?;
+                let route = self.route_args(*logits, *moe)?;
+                self.experts(*moe, *dst, *add, Some((route, self.ahead(rest))))?;
                 Ok(2)
             }
             _ => Ok(0),
@@ -87,6 +95,26 @@ impl Run<'_> {
         true
     }
 
+    /// Weights that the next products of `rest` read, to be brought into the second-level cache before; none where they are
+    /// many: then they come too early.
+    fn ahead(&self, rest: &[Step]) -> Ahead {
+        let (mut ahead, mut left) = (Ahead::default(), AHEAD_BYTES);
+        let next = rest.iter().take(3).find_map(|s| match s {
+            Step::Linears(list) => Some(list),
+            _ => None,
+        });
+        for (i, linear) in next.into_iter().flatten().take(3).enumerate() {
+            let w = &self.map.trunk[linear.op.weight.0];
+            let bytes = w.row_bytes * u64::from(w.args.rows);
+            left = match left.checked_sub(bytes) {
+                Some(left) => left,
+                None => return Ahead::default(),
+            };
+            (ahead.at[i], ahead.bytes[i]) = (w.args.codes, bytes as u32);
+        }
+        ahead
+    }
+
     fn fits(&self, shared: usize) -> bool {
         // Some hundred bytes are the kernels' own.
         shared + 1024 <= self.driver.info().shared_bytes as usize
@@ -94,22 +122,20 @@ impl Run<'_> {
 
     /// Products with one row: of `args.acts`, or of `args.x` after its norm.
     pub(crate) fn one_row(&self, jobs: &[GemvJob], mut args: GemvArgs) -> Result<(), CudaError> {
-        let rows = || jobs.iter().map(|j| j.w.rows as usize);
-        let processors = self.driver.info().multiprocessors as usize;
-        // Outputs of the busiest multiprocessor; a norm is repeated by every block, so these are not too small.
-        let busiest = |threads: &usize| {
-            let per = threads / 8;
-            rows().map(|n| n.div_ceil(per)).sum::<usize>().div_ceil(processors) * per
+        let outputs: usize = jobs.iter().map(|j| j.w.rows as usize).sum();
+        // A norm is repeated by every block, so there are fewer of them.
+        let (threads, passes) = match args.x {
+            _ if outputs > MANY_OUTPUTS => (256, 4),
+            0 => (128, 1),
+            _ => (256, 2),
         };
-        let sizes = [256, 128, 64];
-        let sizes = if args.x != 0 { &sizes[..2] } else { &sizes[..] };
-        let threads = *sizes.iter().min_by_key(|t| busiest(t)).expect("there are three");
         args.rows = 1;
+        args.passes = passes;
         args.n_jobs = jobs.len() as u32;
         let mut blocks = 0;
         for (to, job) in args.jobs.iter_mut().zip(jobs) {
             *to = GemvJob { first_block: blocks, ..*job };
-            blocks += job.w.rows.div_ceil(threads as u32 / 8);
+            blocks += job.w.rows.div_ceil(threads as u32 / 32 * passes);
         }
         let most = jobs.iter().map(|j| j.w.blocks as usize).max().unwrap_or(0);
         let shared = 128 + if args.x == 0 { 48 * most } else { 304 * most };
@@ -177,6 +203,7 @@ impl Run<'_> {
         op: &AttentionOp,
         gate: Option<BufferId>,
         pack: Option<PackId>,
+        ahead: Ahead,
     ) -> Result<usize, CudaError> {
         let a = self.attend_args(op)?;
         let shared = self.attend_shared(&a);
@@ -188,6 +215,7 @@ impl Run<'_> {
             a,
             parts: heads.parts,
             angles: heads.angles,
+            ahead,
             half: heads.half,
             adjacent: heads.adjacent,
         };

@@ -256,8 +256,13 @@ impl Case {
                         )?;
                     }
                     _ => {
-                        let mut args =
-                            GemvArgs { acts, n_jobs: 1, rows: sent[1], ..Default::default() };
+                        let mut args = GemvArgs {
+                            acts,
+                            n_jobs: 1,
+                            rows: sent[1],
+                            passes: 3,
+                            ..Default::default()
+                        };
                         args.jobs[0] = GemvJob {
                             w,
                             out,
@@ -267,7 +272,7 @@ impl Case {
                         };
                         if rows == 1 {
                             let shared = 48 * self.cols / 32 + 128;
-                            let grid = [self.rows.div_ceil(16), 1, 1];
+                            let grid = [self.rows.div_ceil(12), 1, 1];
                             launch(d, Kernel::Gemv1, grid, 128, shared, args)?;
                         } else {
                             let grid = [self.rows.div_ceil(8), rows.div_ceil(2), 1];

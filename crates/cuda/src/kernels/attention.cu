@@ -267,13 +267,15 @@ struct AttendRowArgs {
     AttendArgs a;
     HeadPart parts[3];     // q, k, v as the products left them
     const float* angles;   // [2, half]
+    Ahead ahead;
     u32 half, adjacent;
 };
 
 // The same for one row, whose heads are normed and turned here, by every block for itself; the block that the row's
 // position is in stores its key and value. What earlier steps stored is read before the kernel in front has ended.
-KERNEL(attend_row, AttendRowArgs, 256, 3) {
+KERNEL(attend_row, AttendRowArgs, 256, 4) {
     DYNAMIC_SHARED(shared);
+    prefetch_ahead(a.ahead);
     Place at;
     if (!find_place(a.a, at)) return;
     Waiting w = waiting(a.a, shared);

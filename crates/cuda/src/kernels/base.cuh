@@ -24,7 +24,17 @@ D u32 bits_of(float x) { return __float_as_uint(x); }
 D float float_of(u32 x) { return __uint_as_float(x); }
 D u64 bits_of_64(double x) { return (u64)__double_as_longlong(x); }
 D double double_of(u64 x) { return __longlong_as_double((long long)x); }
-D u32 pick_bytes(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
+// Bytes of b:a by the low four nibbles of `s`, each below eight: `__byte_perm` would mask them.
+D u32 pick_bytes(u32 a, u32 b, u32 s) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s));
+    return r;
+}
+D u32 and_or(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
 D int dot4(u32 w, u32 x, int sum) { return __dp4a((int)w, (int)x, sum); }
 D float half_to_float(u16 h) {
     float f;
@@ -92,6 +102,13 @@ D void early_8(const u8* p, bool there, uint2* v) {
 D void early_16(const u8* p, bool there, uint4* v) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
                  : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w) : "l"(p), "r"((u32)there));
+}
+// 32 bytes by two loads, of which the second finds in the first-level cache what the first brought there.
+D void early_32(const u8* p, bool there, uint4* v, uint4* w) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %9, 0; @p ld.global.nc.L1::evict_first.v4.u32 {%0,%1,%2,%3}, [%8]; "
+                 "@p ld.global.nc.L1::evict_first.v4.u32 {%4,%5,%6,%7}, [%8+16];}"
+                 : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w), "=r"(w->x), "=r"(w->y), "=r"(w->z), "=r"(w->w)
+                 : "l"(p), "r"((u32)there));
 }
 // What an earlier kernel wrote, where it stands.
 D void fresh_16(const u8* p, bool there, uint4* v) {

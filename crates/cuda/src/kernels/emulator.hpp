@@ -143,6 +143,7 @@ D u32 pick_bytes(u32 a, u32 b, u32 s) {
     for (int i = 0; i < 4; i++) r |= (u32)(all >> (8 * (s >> (4 * i) & 7)) & 0xff) << (8 * i);
     return r;
 }
+D u32 and_or(u32 a, u32 b, u32 c) { return (a & b) | c; }
 D int dot4(u32 w, u32 x, int sum) {
     for (int i = 0; i < 4; i++) sum += (i8)(w >> (8 * i)) * (i8)(x >> (8 * i));
     return sum;
@@ -183,6 +184,10 @@ D u16 load_2(const u8* p) { return load_as<u16>(p); }
 D u8 load_1(const u8* p) { return *p; }
 D void early_16(const u8* p, bool there, uint4* v) { if (there) *v = load_16(p); }
 D void fresh_16(const u8* p, bool there, uint4* v) { if (there) *v = load_16(p); }
+D void early_32(const u8* p, bool there, uint4* v, uint4* w) {
+    early_16(p, there, v);
+    early_16(p + 16, there, w);
+}
 D float fresh_4(const float* p) { return *p; }
 D void copy_16(void* to, const u8* from, bool there) { if (there) *(uint4*)to = load_16(from); else memset(to, 0, 16); }
 D void copy_8(void* to, const u8* from, bool there) { if (there) *(uint2*)to = load_8(from); else memset(to, 0, 8); }

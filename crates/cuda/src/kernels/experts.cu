@@ -184,6 +184,7 @@ struct ExpertDownArgs {
     const u16* ids;      // [rows, top_k]
     const float* weights;
     float* out;          // [rows, d]
+    Ahead ahead;
     u32 d, top_k, add, variant, passes, pad;
 };
 
@@ -216,6 +217,7 @@ KERNEL(expert_down, ExpertDownArgs, 256, 4) {
     __shared__ float part[64];
     u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, each = 4 * a.passes, outs = each * groups;
     u32 rank = warp / groups, row = blockIdx.y, within = each * (warp % groups), o = blockIdx.x * outs + within;
+    prefetch_ahead(a.ahead);
     wait_for_inputs();
     // Warps beyond the last rank repeat its work into a place of their own.
     u32 safe = rank < a.top_k ? rank : a.top_k - 1, pair = row * a.top_k + safe;

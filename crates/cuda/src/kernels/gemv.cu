@@ -1,6 +1,7 @@
-// Few activation rows: weights stream once. One row: a thread is a lane of the contract (lanes.cuh), and the row's norm
-// may be computed here, by every block for itself, instead of by a kernel in front. Two to four rows: a warp per output
-// row; a thread makes the terms of its blocks, and shuffles bring them to their lanes in ascending order of blocks.
+// Few activation rows: weights stream once. A warp has an output row; a thread makes the terms of its blocks, and shuffles
+// bring them to their lanes in ascending order of blocks. One row: activations wait in shared memory (lanes.cuh), four threads
+// keep each lane, a warp goes through several output rows, and the row's norm may be computed here, by every block for itself,
+// instead of by a kernel in front.
 // Not here: routed experts (experts.cu), many rows (gemm.cu), float weights and precision f32 (float.cu).
 
 // Weights of a row's blocks, one block per thread and step, as loaded: a row of 3072 columns is under way at once.
@@ -83,7 +84,7 @@ struct GemvArgs {
     const float* weight;  // of the norm, or null
     u32 n_jobs, rows;
     float eps;
-    u32 pad;
+    u32 passes;           // one row: outputs of a warp
 };
 
 D u32 job_of_block(const GemvArgs& a) {
@@ -92,13 +93,88 @@ D u32 job_of_block(const GemvArgs& a) {
     return j;
 }
 
+// Steps of 32 blocks under way at once.
+template <int W>
+D constexpr int steps_of() { return W < 0 ? 1 : 2; }
+
+// Step `u` from block `base` on: thread t has the t-th block.
+template <int W, int K, int U>
+D void load_blocks(const Matrix& m, u32 row, u32 base, bool there, int u, Lane<W, K, U>& s) {
+    u32 b = base + (threadIdx.x & 31);
+    u64 at = (u64)row * m.blocks + b, group = (u64)row * ((m.blocks + 7) >> 3) + b / 8;
+    bool here = there && b + 32 * u < m.blocks;
+    lane_codes<W>(m, at + 32 * u, here, s.codes[u]);
+    lane_scale<K>(m, row, b + 32 * u, at + 32 * u, group + 4 * u, here, s.scales[u]);
+}
+
+// A warp's output rows: `first`, then `step` on, `passes` of them; beyond `last` stands `last`.
+struct Rows { u32 first, step, last, passes; };
+
+// Products of a warp's rows and the row in `planes`: put(row's number, sum) in all threads. The first steps of the first
+// row are in `s`; those of the next row are asked for while one ends.
+template <int W, int K, int U, class F>
+D void warp_dots(const Matrix& m, const Rows& rows, Lane<W, K, U>& s, const u8* planes, F put) {
+    u32 kind = K >= 0 ? (u32)K : m.kind, n = m.blocks, t = threadIdx.x & 31, l = t & 7;
+    int terms = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
+    const uint4* acts = (const uint4*)planes;
+    u32 row = rows.first < rows.last ? rows.first : rows.last;
+#pragma unroll 1
+    for (u32 pass = 0; pass < rows.passes; pass++) {
+        u32 next_row = row + rows.step < rows.last ? row + rows.step : rows.last;
+        float acc = 0.0f;
+#pragma unroll 1
+        for (u32 base = 0; base < n; base += 32 * U) {
+            bool ends = base + 32 * U >= n, more = !ends || pass + 1 < rows.passes;
+            u32 load_row = ends ? next_row : row, load_base = ends ? 0 : base + 32 * U;
+#pragma unroll
+            for (int u = 0; u < U; u++) {
+                u32 b = base + 32 * u + t, i = b < n ? b : 0;
+                bool any = u == 0 || base + 32 * u < n;
+                Codes c;
+                Scale scale;
+                if (any) {
+                    c = decode_codes<W>(m, s.codes[u]);
+                    scale = decode_scale<K>(m, s.scales[u]);
+                }
+                load_blocks(m, load_row, load_base, more, u, s);
+                if (!any) continue;
+                Terms p = terms_of<K>(m, c, scale, acts[i], acts[n + i], acts[2 * n + i]);
+#pragma unroll
+                for (int q = 0; q < n_terms<K>(); q++) {
+                    // What adds nothing, not even to a zero's sign.
+                    p.x[q] = b < n ? p.x[q] : -0.0f;
+                    p.y[q] = b < n ? p.y[q] : 0.0f;
+                }
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+#pragma unroll
+                    for (int q = 0; q < n_terms<K>(); q++) {
+                        if (q >= terms) break;
+                        float x = shuffle(p.x[q], 8 * k + l), y = shuffle(p.y[q], 8 * k + l);
+                        acc = fma_(x, y, acc);
+                    }
+                }
+            }
+        }
+        put(rows.first + pass * rows.step, join_8(acc));
+        row = next_row;
+    }
+}
+
 template <int W, int K>
-D float one_row(const GemvArgs& a, const GemvJob& job, u32 o, u8* shared, float* factor) {
-    Lane<W, K, depth_of<W>()> lane;
+D void one_row(const GemvArgs& a, const GemvJob& job, u8* shared, float* factor) {
+    constexpr int U = steps_of<W>();
+    Lane<W, K, U> lane;
     u32 blocks = job.w.blocks, width = 32 * blocks;
     float* x = (float*)(shared + 48 * blocks);
+    Rows rows;
+    rows.step = blockDim.x / 32;
+    rows.first = (blockIdx.x - job.first_block) * rows.step * a.passes + threadIdx.x / 32;
+    rows.last = job.w.rows - 1;
+    rows.passes = a.passes;
     // Weights are nobody's output: they may be read before the kernel in front has ended.
-    load_lane(job.w, o, lane);
+#pragma unroll
+    for (int u = 0; u < U; u++) load_blocks(job.w, rows.first < rows.last ? rows.first : rows.last, 0, true, u, lane);
     if (a.x) share_floats(a.weight, width, x + width);
     wait_for_inputs();
     if (a.x) {
@@ -108,24 +184,21 @@ D float one_row(const GemvArgs& a, const GemvJob& job, u32 o, u8* shared, float*
         share_row(a.acts.codes, a.acts.meta, blocks, shared, threadIdx.x, blockDim.x);
     }
     block_barrier();
-    float y = lane_dot(job.w, o, lane, shared);
-    let_next_start();
-    return y;
+    warp_dots(job.w, rows, lane, shared, [&](u32 o, float y) {
+        if (o == rows.first + (rows.passes - 1) * rows.step) let_next_start();
+        if (o > rows.last || (threadIdx.x & 31) != 0) return;
+        float v = job.bias ? y + job.bias[o] : y;
+        float* out = job.out + o;
+        *out = job.add ? *out + v : v;
+    });
 }
 
-// Blocks of 64, 128 or 256 threads, 8 of them per output.
+// Blocks of 64, 128 or 256 threads, `passes` outputs to a warp.
 KERNEL(gemv_1, GemvArgs, 256, 4) {
     DYNAMIC_SHARED(shared);  // planes of the row; with a norm also the row and its weights
     __shared__ float factor;
     const GemvJob& job = a.jobs[job_of_block(a)];
-    u32 t = threadIdx.x, o = (blockIdx.x - job.first_block) * (blockDim.x / 8) + t / 32 * 4 + (t & 3);
-    bool there = o < job.w.rows;
-    float y = 0.0f;
-    FOR_VARIANT(job.variant, (y = one_row<W, K>(a, job, there ? o : job.w.rows - 1, shared, &factor)))
-    if (!there || (t & 28) != 0) return;
-    float v = job.bias ? y + job.bias[o] : y;
-    float* out = job.out + o;
-    *out = job.add ? *out + v : v;
+    FOR_VARIANT(job.variant, (one_row<W, K>(a, job, shared, &factor)))
 }
 
 template <int W, int K, int NR>

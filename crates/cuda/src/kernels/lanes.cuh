@@ -226,6 +226,19 @@ D void pack_row(const NormedRow& r, u32 width, u8* first, u8* last, u8* meta, u3
     }
 }
 
+// Weights that a later kernel reads: up to three matrices, all planes of each.
+struct Ahead { const u8* at[3]; u32 bytes[3]; u32 pad; };
+
+// This block's part of them, into the second-level cache.
+D void prefetch_ahead(const Ahead& a) {
+    u32 first = (blockIdx.x + gridDim.x * blockIdx.y) * blockDim.x + threadIdx.x, step = gridDim.x * gridDim.y * blockDim.x;
+#pragma unroll 1
+    for (int k = 0; k < 3; k++) {
+#pragma unroll 1
+        for (u32 i = first; i < (a.bytes[k] + 127) / 128; i += step) prefetch(a.at[k] + (u64)128 * i);
+    }
+}
+
 // ---- products ----
 
 // U steps of eight blocks, as loaded.
@@ -240,8 +253,7 @@ template <int W>
 D void lane_codes(const Matrix& m, u64 at, bool there, RawCodes& r) {
     u32 width = W >= 0 ? (u32)W : m.width;
     if (width == W_8) {
-        early_16(m.codes + 32 * at, there, &r.x);
-        early_16(m.codes + 32 * at + 16, there, &r.y);
+        early_32(m.codes + 32 * at, there, &r.x, &r.y);
         return;
     }
     early_16(m.codes + 16 * at, there, &r.x);

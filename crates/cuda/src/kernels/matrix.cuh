@@ -123,8 +123,8 @@ D Scale scale_of(const Matrix& m, u32 row, u32 b) { return decode_scale<KIND>(m,
 // Eight nibbles through a table of 16 signed bytes: the low four and the high four.
 D void look_up(const Matrix& m, u32 x, u32* first, u32* last) {
     // A selector takes three bits of a nibble; the fourth chooses between the halves of the table.
-    u32 s = x & 0x77777777u, half = (x >> 1 & 0x44444444u) | 0x32103210u;
-    *first = pick_bytes(pick_bytes(m.table[0], m.table[1], s & 0xffff), pick_bytes(m.table[2], m.table[3], s & 0xffff), half & 0xffff);
+    u32 s = x & 0x77777777u, half = and_or(x >> 1, 0x44444444u, 0x32103210u);
+    *first = pick_bytes(pick_bytes(m.table[0], m.table[1], s), pick_bytes(m.table[2], m.table[3], s), half);
     s >>= 16;
     half >>= 16;
     *last = pick_bytes(pick_bytes(m.table[0], m.table[1], s), pick_bytes(m.table[2], m.table[3], s), half);

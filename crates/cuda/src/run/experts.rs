@@ -38,15 +38,17 @@ impl Run<'_> {
         })
     }
 
-    /// The chosen experts; with a route their first kernel makes the choice, which only those for few rows do.
+    /// The chosen experts; with a route their first kernel makes the choice, which only those for few rows do,
+    /// and the last one asks for weights that come next.
     pub(crate) fn experts(
         &self,
         id: MoeId,
         dst: BufferId,
         add: bool,
-        route: Option<RouteArgs>,
+        route: Option<(RouteArgs, Ahead)>,
     ) -> Result<(), CudaError> {
         let moe = &self.program.moes[id.0];
+        let (route, ahead) = route.unzip();
         let few = self.rows <= FEW_ROWS && moe.top_k <= 8;
         assert!(route.is_none() || few, "the choice is made by kernels for few rows");
         let packed = moe.hidden_order.is_some();
@@ -80,7 +82,7 @@ impl Run<'_> {
             }
         }
         match packed && few {
-            true => self.few_down(id, &hidden, dst, add),
+            true => self.few_down(id, &hidden, dst, add, ahead.unwrap_or_default()),
             false => self.down_and_sum(id, &hidden, dst, add),
         }
     }
@@ -184,6 +186,7 @@ impl Run<'_> {
         hidden: &PackMem,
         dst: BufferId,
         add: bool,
+        ahead: Ahead,
     ) -> Result<(), CudaError> {
         let moe = &self.program.moes[id.0];
         let down = &self.map.experts[id.0][2];
@@ -200,6 +203,7 @@ impl Run<'_> {
             ids: self.map.ids,
             weights: self.map.weights,
             out: self.buffer(dst),
+            ahead,
             d: d as u32,
             top_k: moe.top_k as u32,
             add: add as u32,
