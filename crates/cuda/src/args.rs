@@ -43,12 +43,13 @@ args! {
         hidden: Ptr, logits: Ptr, expert_scale: Ptr, weights: Ptr, fault: Ptr, down: Matrix,
         row_codes: u64, row_meta: u64, inter: u32, top_k: u32, activation: u32, variant_gate: u32,
         variant_up: u32, experts: u32, all: u32, layer: u32, alpha: f32, limit: f32,
+        down_bytes: u32, down_share: u32,
     }
     /// Weights that a later kernel reads.
     Ahead { at: [Ptr; 3], bytes: [u32; 3], pad: u32 }
     ExpertDownArgs {
         down: Matrix, acts: Acts, bias: Ptr, ids: Ptr, weights: Ptr, out: Ptr, ahead: Ahead,
-        d: u32, top_k: u32, add: u32, variant: u32, passes: u32, pad: u32,
+        d: u32, top_k: u32, add: u32, variant: u32, shift: u32, pad: u32,
     }
     GemmArgs {
         w: Matrix, acts: Acts, bias: Ptr, out: Ptr, tiles: Ptr, n_tiles: Ptr, pairs: Ptr,
@@ -83,7 +84,7 @@ args! {
         q: Ptr, out: Ptr, sinks: Ptr, pages: Ptr, tables: Ptr, positions: Ptr, row_sequence: Ptr, tiles: Ptr,
         parts: Ptr, part_ml: Ptr, gate: Ptr, codes: Ptr, meta: Ptr, page_bytes: u64, row_codes: u64, row_meta: u64,
         rows: u32, n_heads: u32, n_kv_heads: u32, dim: u32, table_len: u32, kv_type: u32, window: u32,
-        max_blocks: u32, scale: f32, pad: u32,
+        max_blocks: u32, scale: f32, group: u32,
     }
     AttendRowArgs { a: AttendArgs, parts: [HeadPart; 3], angles: Ptr, ahead: Ahead, half: u32, adjacent: u32 }
     RouteArgs {

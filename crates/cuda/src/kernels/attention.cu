@@ -19,7 +19,7 @@ struct AttendArgs {
     u64 page_bytes, row_codes, row_meta;
     u32 rows, n_heads, n_kv_heads, dim, table_len, kv_type, window, max_blocks;  // window 0: none
     float scale;
-    u32 pad;
+    u32 group;                // heads of a kv head
 };
 
 D u32 first_visible(u32 position, u32 window) { return window && position + 1 > window ? position + 1 - window : 0; }
@@ -57,7 +57,7 @@ struct Waiting { float* q; float* p; u8* kv; u32 stride; };
 
 D Waiting waiting(const AttendArgs& a, u8* shared) {
     Waiting w;
-    u32 group = a.n_heads / a.n_kv_heads;
+    u32 group = a.group;
     w.stride = a.dim + 4;
     w.q = (float*)shared;                    // [group][stride]
     w.p = w.q + (group + 2) * w.stride;      // [group][32], behind room for the row's own key and value
@@ -111,11 +111,61 @@ D void weigh(const u8* values, const float* p, u32 dim, u32 d, u32 step, u32 lo,
             }
         }
     } else {
-        for (u32 j = lo; j < hi; j++) {
+#pragma unroll 4
+        for (u32 j = 0; j < 32; j++) {
             float v = kv_at<TYPE>(values, j * dim + d);
 #pragma unroll
-            for (int k = 0; k < N; k++) acc[k] = fma_(p[k * step * 32 + j], v, acc[k]);
+            for (int k = 0; k < N; k++) {
+                float sum = fma_(p[k * step * 32 + j], v, acc[k]);
+                acc[k] = j >= lo && j < hi ? sum : acc[k];
+            }
         }
+    }
+}
+
+// Probabilities of a head, with their largest score and sum; by a warp, a thread per position.
+template <int TYPE>
+D void head_scores(const AttendArgs& a, const Place& at, const Waiting& w, const float* scales, u32 h, u64 first) {
+    u32 j = threadIdx.x & 31;
+    const float* q = w.q + h * w.stride;
+    float s = 0.0f;
+#pragma unroll 4
+    for (u32 d = 0; d < a.dim; d += 4) {
+        float4 x = *(const float4*)(q + d);
+        s = fma_(x.x, kv_at<TYPE>(w.kv, d * 32 + j), s);
+        s = fma_(x.y, kv_at<TYPE>(w.kv, (d + 1) * 32 + j), s);
+        s = fma_(x.z, kv_at<TYPE>(w.kv, (d + 2) * 32 + j), s);
+        s = fma_(x.w, kv_at<TYPE>(w.kv, (d + 3) * 32 + j), s);
+    }
+    if (TYPE == 2) s = s * scales[j];
+    s = s * a.scale;
+    bool see = j >= at.lo && j < at.hi;
+    float m = see && s > -INF ? s : -INF;
+    for (int k = 16; k > 0; k >>= 1) {
+        float other = shuffle_xor(m, k);
+        m = other > m ? other : m;
+    }
+    float e = see ? exp_(s - m) : 0.0f;
+    float* p = w.p + h * 32;
+    p[j] = e;
+    warp_barrier();
+    if (j == 0) {
+        float l = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            float4 x = *(const float4*)(p + i);
+            l = l + x.x;
+            l = l + x.y;
+            l = l + x.z;
+            l = l + x.w;
+        }
+        u64 to = (first + h) * a.max_blocks + blockIdx.x;
+        a.part_ml[2 * to] = m;
+        a.part_ml[2 * to + 1] = l;
+    }
+    if (TYPE == 2) {
+        warp_barrier();
+        p[j] = e * scales[32 + j];
     }
 }
 
@@ -123,13 +173,14 @@ D void weigh(const u8* values, const float* p, u32 dim, u32 d, u32 step, u32 lo,
 template <int TYPE>
 D void blocks_body(const AttendArgs& a, const Place& at, const Waiting& w) {
     constexpr u32 SIZE = TYPE == 0 ? 4 : TYPE == 1 ? 2 : 1;
-    u32 group = a.n_heads / a.n_kv_heads, dim = a.dim, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    u32 group = a.group, dim = a.dim, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const u8* values = w.kv + dim * 32 * SIZE;
     const float* scales = (const float*)(values + dim * 32 * SIZE);
     u64 first = (u64)at.row * a.n_heads + at.head * group;
-    // A warp has two heads, a thread two positions.
+    // A warp has a head, or, where heads are many, two, and a thread two positions.
+    if (group <= 8 && warp < group) head_scores<TYPE>(a, at, w, scales, warp, first);
     u32 j = 2 * (lane & 15);
-    for (u32 h0 = 2 * warp; h0 < group; h0 += 16) {
+    for (u32 h0 = group <= 8 ? group : 2 * warp; h0 < group; h0 += 16) {
         u32 h = h0 + lane / 16;
         bool there = h < group;
         const float* q = w.q + (there ? h : group - 1) * w.stride;
@@ -211,13 +262,12 @@ D void blocks_body(const AttendArgs& a, const Place& at, const Waiting& w) {
             p[j + 1] = f * scales[32 + j + 1];
         }
     }
-    let_next_start();
     block_barrier();
     float* parts = a.parts + (first * a.max_blocks + blockIdx.x) * dim;
     u64 head_parts = (u64)a.max_blocks * dim;
-    if (dim <= 256 && 256 % dim == 0) {
-        u32 d = threadIdx.x % dim, step = 256 / dim, h = threadIdx.x / dim;
-        if (group % (4 * step) == 0) {
+    if (dim <= 256 && (dim & (dim - 1)) == 0) {
+        u32 d = threadIdx.x & (dim - 1), shift = count_bits(dim - 1), step = 256 >> shift, h = threadIdx.x >> shift;
+        if ((group & (4 * step - 1)) == 0) {
             for (; h < group; h += 4 * step) {
                 float acc[4];
                 weigh<TYPE, 4>(values, w.p + h * 32, dim, d, step, at.lo, at.hi, acc);
@@ -252,11 +302,12 @@ D void blocks_of_type(const AttendArgs& a, const Place& at, const Waiting& w) {
 KERNEL(attend_blocks, AttendArgs, 256, 2) {
     DYNAMIC_SHARED(shared);
     wait_for_inputs();
+    let_next_start();
     Place at;
     if (!find_place(a, at)) return;
     Waiting w = waiting(a, shared);
     share_page(at.page, w.kv, kv_bytes(a));
-    u32 group = a.n_heads / a.n_kv_heads;
+    u32 group = a.group;
     const float* src = a.q + ((u64)at.row * a.n_heads + at.head * group) * a.dim;
     for (u32 i = threadIdx.x; i < group * a.dim; i += 256) w.q[i / a.dim * w.stride + i % a.dim] = src[i];
     block_barrier();
@@ -279,26 +330,44 @@ KERNEL(attend_row, AttendRowArgs, 256, 4) {
     Place at;
     if (!find_place(a.a, at)) return;
     Waiting w = waiting(a.a, shared);
-    u32 group = a.a.n_heads / a.a.n_kv_heads, dim = a.a.dim, warp = threadIdx.x / 32;
+    u32 group = a.a.group, dim = a.a.dim, warp = threadIdx.x / 32;
     share_page(at.page, w.kv, kv_bytes(a.a));
     wait_for_inputs();
+    let_next_start();
     // The page in shared memory is complete before the row's own key and value go into it.
     block_barrier();
     Angles angles;
     angles.cos = a.angles;
     angles.sin = a.angles + a.half;
-    for (u32 i = warp; i < group + (at.fresh ? 2 : 0); i += 8) {
+    u32 heads = group + (at.fresh ? 2 : 0);
+    // The row's own key and value are turned by second halves of warps where queries are few.
+    for (u32 i0 = warp; i0 < heads; i0 += dim <= 128 ? 16 : 8) {
+        u32 i = i0 + (dim <= 128 && threadIdx.x & 16 ? 8 : 0);
+        bool there = i < heads;
+        i = there ? i : i0;
         u32 which = i < group ? 0 : i - group + 1, head = which ? at.head : at.head * group + i;
         const HeadPart& part = a.parts[which];
         float* x = w.q + i * w.stride;
-        ready_head(part, part.x + head * dim, angles, dim, a.half, a.adjacent, x);
-        if (which) {
-            store_head(at.page, which, at.slot, x, dim, a.a.kv_type);
-            store_head(w.kv, which, at.slot, x, dim, a.a.kv_type);
-        }
+        if (dim <= 128) ready_half(part, part.x + head * dim, angles, dim, a.half, a.adjacent, there, x);
+        else ready_head(part, part.x + head * dim, angles, dim, a.half, a.adjacent, x);
     }
     block_barrier();
+    if (at.fresh) {
+        const float* key = w.q + group * w.stride;
+        if (a.a.kv_type < 2) {
+            store_both(w.kv, at.slot, key, key + w.stride, dim, a.a.kv_type);
+        } else if (warp < 2) {
+            store_head(at.page, warp + 1, at.slot, key + warp * w.stride, dim, a.a.kv_type);
+            store_head(w.kv, warp + 1, at.slot, key + warp * w.stride, dim, a.a.kv_type);
+        }
+        block_barrier();
+    }
     blocks_of_type(a.a, at, w);
+    // Nobody waits for what later steps read.
+    if (at.fresh && a.a.kv_type < 2) {
+        const float* key = w.q + group * w.stride;
+        store_both(at.page, at.slot, key, key + w.stride, dim, a.a.kv_type);
+    }
 }
 
 // Blocks of positions whose sums wait in shared memory at a time while they are merged.
@@ -322,81 +391,115 @@ D void share_parts(const float* from, u32 dim, u32 first, u32 n, u32 quads, floa
     }
 }
 
-// What each of `n` blocks and the sum of those before it are multiplied by; by one warp. Running maxima by a scan, so
-// that the exponentials do not wait for each other.
-D void merge_factors(const float* ml, u32 n, float* old_, float* new_, float* ls, float* ms) {
-    u32 lane = threadIdx.x & 31;
-    float carry = -INF;
-    for (u32 b0 = 0; b0 < n; b0 += 32) {
-        u32 b = b0 + lane;
-        bool there = b < n;
-        float mine = there ? fresh_4(ml + 2 * b) : -INF, l = there ? fresh_4(ml + 2 * b + 1) : 0.0f, m = mine;
-        for (int k = 1; k < 32; k <<= 1) {
-            float other = shuffle(m, (int)lane - k < 0 ? (int)lane : (int)lane - k);
-            m = other > m ? other : m;
-        }
-        m = carry > m ? carry : m;
-        float before = shuffle(m, lane ? (int)lane - 1 : 0);
-        before = lane ? before : carry;
-        if (there) {
-            ms[b] = m;
-            ls[b] = l;
-            old_[b] = exp_(before - m);
-            new_[b] = exp_(mine - m);
-        }
-        carry = shuffle(m, 31);
+// Largest scores and sums of 32 blocks of positions, a thread each, from block 32 c on, and the largest before those.
+struct Chunk { float m, l, before; };
+
+// All loads of what is in front of the first four chunks are under way at once.
+D Chunk load_chunk(const float* ml, u32 n, u32 c) {
+    u32 lane = threadIdx.x & 31, b = 32 * c + lane;
+    Chunk k;
+    k.m = k.before = -INF;
+    k.l = 0.0f;
+    float earlier[3];
+    if (b < n) {
+        k.m = fresh_4(ml + 2 * b);
+        k.l = fresh_4(ml + 2 * b + 1);
     }
+#pragma unroll
+    for (u32 p = 0; p < 3; p++) earlier[p] = p < c && 32 * c < n ? fresh_4(ml + 2 * (32 * p + lane)) : -INF;
+#pragma unroll
+    for (int p = 0; p < 3; p++) k.before = earlier[p] > k.before ? earlier[p] : k.before;
+    for (u32 p = 3; p < c; p++) {
+        float m = fresh_4(ml + 2 * (32 * p + lane));
+        k.before = m > k.before ? m : k.before;
+    }
+    return k;
+}
+
+// What each block of a chunk and the sum of those before it are multiplied by; by a warp. Running maxima by a scan, so that
+// the exponentials do not wait for each other.
+D void merge_factors(Chunk k, u32 n, u32 c, float2* factors, float* ls, float* ms) {
+    u32 lane = threadIdx.x & 31, b = 32 * c + lane;
+    float m = k.m, carry = k.before;
+    for (int i = 16; i > 0; i >>= 1) {
+        float other = shuffle_xor(carry, i);
+        carry = other > carry ? other : carry;
+    }
+    for (int i = 1; i < 32; i <<= 1) {
+        float other = shuffle(m, (int)lane - i < 0 ? (int)lane : (int)lane - i);
+        m = other > m ? other : m;
+    }
+    m = carry > m ? carry : m;
+    float before = shuffle(m, lane ? (int)lane - 1 : 0);
+    before = lane ? before : carry;
+    if (b >= n) return;
+    float2 f;
+    f.x = exp_(before - m);
+    f.y = exp_(k.m - m);
+    factors[b] = f;
+    ls[b] = k.l;
+    ms[b] = m;
 }
 
 // Block (32 dimensions of a head, row): merges, sink, division, gate, packing. 256 threads bring what is merged to shared
-// memory; a warp, a thread per dimension, makes the sums.
+// memory; a warp, a thread per dimension, makes the sums of values, another that of probabilities.
 KERNEL(attend_merge, AttendArgs, 256, 1) {
     DYNAMIC_SHARED(shared);
     u32 most = a.max_blocks, slices = (a.dim + 31) / 32, room = most < MERGED ? most : MERGED;
-    float* parts = (float*)shared;          // [room][32]
-    float* old_ = parts + 32 * room;        // [most], as the three after it
-    float* new_ = old_ + most;
-    float* ls = new_ + most;
-    float* ms = ls + most;                  // running maxima
-    u32 row = blockIdx.y, head = blockIdx.x / slices, d0 = blockIdx.x % slices * 32, position = a.positions[row];
+    float* parts = (float*)shared;                    // [room][32]
+    float2* factors = (float2*)(parts + 32 * room);  // [most]: of what is before a block, of the block
+    float* ls = (float*)(factors + most);             // [most]
+    float* ms = ls + most;                            // [most], running maxima
+    __shared__ float total;
+    u32 row = blockIdx.y, head = blockIdx.x / slices, d0 = (blockIdx.x - head * slices) * 32, position = a.positions[row];
     u32 dims = a.dim - d0 < 32 ? a.dim - d0 : 32, lane = threadIdx.x & 31;
     u32 n = position / 32 - first_visible(position, a.window) / 32 + 1;
     u64 at = ((u64)row * a.n_heads + head) * most;
     const float* from = a.parts + at * a.dim + d0;
+    float sink = ahead_4(a.sinks, head);
     wait_for_inputs();
-    float l = 0.0f, acc = 0.0f;
+    let_next_start();
+    u32 warp = threadIdx.x / 32;
+    Chunk chunk = load_chunk(a.part_ml + 2 * at, n, warp);
+    float acc = 0.0f;
     for (u32 b0 = 0; b0 < n; b0 += MERGED) {
         u32 here = n - b0 < MERGED ? n - b0 : MERGED;
         if (b0) block_barrier();
         share_parts(from, a.dim, b0, here, dims / 4, parts);
-        if (b0 == 0 && threadIdx.x < 32) merge_factors(a.part_ml + 2 * at, n, old_, new_, ls, ms);
+        if (b0 == 0 && 32 * warp < n) {
+            merge_factors(chunk, n, warp, factors, ls, ms);
+            for (u32 c = warp + 8; 32 * c < n; c += 8)
+                merge_factors(load_chunk(a.part_ml + 2 * at, n, c), n, c, factors, ls, ms);
+        }
         block_barrier();
-        if (threadIdx.x >= 32) continue;
+        if (warp > 1) continue;
         // Eight at a time, so that the sums do not wait for shared memory.
+        const float* terms = warp ? ls + b0 : parts + lane;
+        u32 apart = warp ? 1 : 32;
 #pragma unroll 1
         for (u32 b = 0; b < here; b += 8) {
-            float o[8], x[8], y[8];
+            float o[8], x[8];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 u32 i = b + k < here ? b + k : b;
-                float w = new_[b0 + i];
-                o[k] = old_[b0 + i];
-                x[k] = ls[b0 + i] * w;
-                y[k] = parts[32 * i + lane] * w;
+                float2 f = factors[b0 + i];
+                o[k] = f.x;
+                x[k] = terms[i * apart] * f.y;
             }
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                float next_l = fma_(l, o[k], x[k]), next = fma_(acc, o[k], y[k]);
-                l = b + k < here ? next_l : l;
+                float next = fma_(acc, o[k], x[k]);
                 acc = b + k < here ? next : acc;
             }
         }
     }
-    let_next_start();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x == 32) total = acc;
+    block_barrier();
+    if (warp) return;
+    float l = total;
     float last_m = ms[n - 1];
     if (a.sinks) {
-        float sink = a.sinks[head], max = sink > last_m ? sink : last_m;
+        float max = sink > last_m ? sink : last_m;
         float old = exp_(last_m - max);
         l = fma_(l, old, exp_(sink - max));
         acc = acc * old;

@@ -35,6 +35,7 @@ D u32 and_or(u32 a, u32 b, u32 c) {
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
+D u32 count_bits(u32 x) { return __popc(x); }
 D int dot4(u32 w, u32 x, int sum) { return __dp4a((int)w, (int)x, sum); }
 D float half_to_float(u16 h) {
     float f;
@@ -134,6 +135,9 @@ D float fresh_4(const float* p) {
     return v;
 }
 #endif
+
+// A number that is added at an end, asked for at the beginning; zero where there is none.
+D float ahead_4(const float* from, u32 i) { return from ? fresh_4(from + i) : 0.0f; }
 
 #define INF float_of(0x7f800000u)
 

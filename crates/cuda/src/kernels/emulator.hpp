@@ -144,6 +144,7 @@ D u32 pick_bytes(u32 a, u32 b, u32 s) {
     return r;
 }
 D u32 and_or(u32 a, u32 b, u32 c) { return (a & b) | c; }
+D u32 count_bits(u32 x) { return (u32)__builtin_popcount(x); }
 D int dot4(u32 w, u32 x, int sum) {
     for (int i = 0; i < 4; i++) sum += (i8)(w >> (8 * i)) * (i8)(x >> (8 * i));
     return sum;

@@ -27,9 +27,10 @@ KERNEL(router, RouterArgs, 256, 3) {
     bool product = o < a.features;
     share_floats(a.weight, a.width, scale);
     if (product) share_floats((const float*)a.w.codes + (u64)o * a.width, a.width, w);
+    float bias = product ? ahead_4(a.bias, o) : 0.0f;
     wait_for_inputs();
-    NormedRow row = norm_row(a.x, a.width, a.eps, x, scale, &factor);
     let_next_start();
+    NormedRow row = norm_row(a.x, a.width, a.eps, x, scale, &factor);
     if (!product) {
         if (a.dst)
             for (u32 i = threadIdx.x; i < a.width / 4; i += blockDim.x) ((float4*)a.dst)[i] = normed(row, i);
@@ -44,7 +45,7 @@ KERNEL(router, RouterArgs, 256, 3) {
     block_barrier();
     if (threadIdx.x >= 32) return;
     float acc = dot_16(w, x, a.width);
-    if (threadIdx.x == 0) a.out[o] = a.bias ? acc + a.bias[o] : acc;
+    if (threadIdx.x == 0) a.out[o] = a.bias ? acc + bias : acc;
 }
 
 struct ExpertUpArgs {
@@ -64,61 +65,64 @@ struct ExpertUpArgs {
     u64 row_codes, row_meta;
     u32 inter, top_k, activation, variant_gate, variant_up, experts, all, layer;
     float alpha, limit;
+    u32 down_bytes, down_share;  // of an expert; of one of its blocks
 };
 
 // This block's part of an expert's down matrix, into the second-level cache.
 D void prefetch_down(const ExpertUpArgs& a, u32 expert) {
     const Matrix& m = a.down;
-    u64 per_expert = (u64)(m.rows / a.experts) * m.blocks * (m.width == W_8 ? 32 : 16);
-    u64 share = (per_expert / gridDim.x + 127) / 128 * 128, from = blockIdx.x * share;
-    const u8* at = m.codes + expert * per_expert + from;
-    u64 n = from >= per_expert ? 0 : per_expert - from < share ? per_expert - from : share;
-    for (u64 i = (u64)128 * threadIdx.x; i < n; i += (u64)128 * blockDim.x) prefetch(at + i);
+    u32 from = blockIdx.x * a.down_share, end = from + a.down_share;
+    end = end < a.down_bytes ? end : a.down_bytes;
+    const u8* at = m.codes + (u64)expert * a.down_bytes;
+#pragma unroll 1
+    for (u32 i = from + 128 * threadIdx.x; i < end; i += 128 * 512) prefetch(at + i);
 }
 
-// Hidden values of a block's 32 inner rows: four rows per warp, the weights of both products under way at once.
+// Products of a block's 32 inner rows, four to a warp: with gate by the first half of the warps, with up by the others.
 template <int W, int K>
-D void expert_rows(const ExpertUpArgs& a, u32 expert, const u8* planes, float* hidden) {
-    constexpr int U = half_depth_of<W>();
-    u32 k = threadIdx.x / 32 * 4 + (threadIdx.x & 3), i = blockIdx.x * 32 + k, most = a.inter - 1;
-    u32 row = expert * a.inter + (i < most ? i : most), pair = blockIdx.y;
-    Lane<W, K, U> gates, ups;
-    load_lane(a.gate, row, gates);
-    load_lane(a.up, row, ups);
+D void expert_rows(const ExpertUpArgs& a, u32 expert, const u8* planes, float* sums) {
+    u32 of_up = threadIdx.x >> 8, k = (threadIdx.x >> 5 & 7) * 4 + (threadIdx.x & 3), i = blockIdx.x * 32 + k;
+    u32 most = a.inter - 1, row = expert * a.inter + (i < most ? i : most);
+    const Matrix& m = of_up ? a.up : a.gate;
+    Lane<W, K, depth_of<W>()> lane;
+    load_lane(m, row, lane);
     if (a.logits) prefetch_down(a, expert);
-    float g = lane_dot(a.gate, row, gates, planes);
-    float u = lane_dot(a.up, row, ups, planes);
-    if ((threadIdx.x & 28) == 0) {
-        float x = a.gate_bias ? g + a.gate_bias[row] : g;
-        float y = a.up_bias ? u + a.up_bias[row] : u;
-        float h = glu_(a.activation, a.alpha, a.limit, x, y);
-        hidden[k] = h;
-        if (a.hidden && i < a.inter) a.hidden[(u64)pair * a.inter + i] = h;
-    }
+    float y = lane_dot(m, row, lane, planes);
+    if ((threadIdx.x & 28) == 0) sums[32 * of_up + k] = y;
 }
 
-// The expert of rank `rank` by the logits: as many before it as its rank, ties going to the lower number. `logits` and
-// `ranks` have a place per expert in shared memory; `chosen` one per rank. Every thread of the block.
-D void choose(const ExpertUpArgs& a, float* logits, u32* ranks, u32* chosen) {
-    u32 n = a.experts, room = (n + 3) / 4 * 4;
-    for (u32 e = threadIdx.x; e < room; e += blockDim.x) {
-        logits[e] = e < n ? a.logits[e] : -INF;
-        ranks[e] = 0;
-    }
-    if (threadIdx.x < a.top_k) chosen[threadIdx.x] = 0;
-    block_barrier();
-    // With more threads than experts, some share an expert, each looking at a part of the others.
-    u32 parts = n <= blockDim.x ? blockDim.x / n : 1, share = (room / 4 + parts - 1) / parts;
-    for (u32 i = threadIdx.x; i < n * parts; i += blockDim.x) {
-        u32 e = i % n, from = i / n * share, end = from + share < room / 4 ? from + share : room / 4, before = 0;
-        float mine = logits[e];
-#pragma unroll 4
+// The hidden value of the thread's inner row, by a warp: stored, and packed with the others.
+D void store_hidden(const ExpertUpArgs& a, u32 pair, float x, float y, float gate_bias, float up_bias) {
+    u32 i = blockIdx.x * 32 + threadIdx.x;
+    if (a.gate_bias) x = x + gate_bias;
+    if (a.up_bias) y = y + up_bias;
+    float h = glu_(a.activation, a.alpha, a.limit, x, y);
+    if (a.hidden && i < a.inter) a.hidden[(u64)pair * a.inter + i] = h;
+    if (a.codes) pack_block(h, a.codes + pair * a.row_codes + 32 * blockIdx.x, a.meta + pair * a.row_meta + 16 * blockIdx.x);
+}
+
+// Ordered like the floats, both zeros being one; all are between 0 and the largest number.
+D u32 key_of(float x) {
+    u32 bits = x == 0.0f ? 0 : bits_of(x);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Experts by rank of their logits: as many before one as its rank, ties going to the lower number. `keys` and `ranks`,
+// zeros, have a place per expert in shared memory, up to a multiple of four, where keys are zeros; `chosen`, zeros, one per rank. By 512 threads.
+D void choose(const ExpertUpArgs& a, const u32* keys, u32* ranks, u32* chosen) {
+    // A warp compares all experts with its share of them.
+    u32 n = a.experts, quads = (n + 3) / 4, share = (quads + 15) / 16, from = threadIdx.x / 32 * share;
+    u32 end = from + share < quads ? from + share : quads;
+#pragma unroll 1
+    for (u32 e = threadIdx.x & 31; e < n && from < end; e += 32) {
+        u32 mine = keys[e], before = 0;
+#pragma unroll 1
         for (u32 q = from; q < end; q++) {
-            float4 v = ((const float4*)logits)[q];
-            before += v.x > mine || (v.x == mine && 4 * q < e);
-            before += v.y > mine || (v.y == mine && 4 * q + 1 < e);
-            before += v.z > mine || (v.z == mine && 4 * q + 2 < e);
-            before += v.w > mine || (v.w == mine && 4 * q + 3 < e);
+            uint4 v = ((const uint4*)keys)[q];
+            before += v.x + (4 * q < e) > mine;
+            before += v.y + (4 * q + 1 < e) > mine;
+            before += v.z + (4 * q + 2 < e) > mine;
+            before += v.w + (4 * q + 3 < e) > mine;
         }
         add_shared(ranks + e, before);
     }
@@ -149,32 +153,48 @@ D void store_choice(const ExpertUpArgs& a, const float* logits, const u32* chose
     }
 }
 
-// Block (32 inner rows, pair): hidden = act(gate x) * (up x), packed at once.
-KERNEL(expert_up, ExpertUpArgs, 256, 4) {
+// Block (32 inner rows, pair), up to 512 experts: hidden = act(gate x) * (up x), packed at once.
+KERNEL(expert_up, ExpertUpArgs, 512, 2) {
     DYNAMIC_SHARED(shared);
-    __shared__ float hidden[32];
+    __shared__ float sums[64];
     __shared__ u32 chosen[64];
-    float* logits = (float*)shared;                                      // [E], then ranks [E]
-    u8* planes = (u8*)(logits + 2 * ((a.experts + 3) / 4 * 4));          // of the row
+    u32 room = (a.experts + 3) / 4 * 4, t = threadIdx.x;
+    float* logits = (float*)shared;         // [E]
+    u32* ranks = (u32*)(logits + room);     // [E]
+    u32* keys = ranks + room;               // [E]
+    u8* planes = (u8*)(keys + room);        // of the row
     u32 pair = blockIdx.y, variant = a.variant_gate == a.variant_up ? a.variant_gate : V_ANY, expert;
+    if (t < 64) chosen[t] = 0;
     wait_for_inputs();
-    u32 row = pair / a.top_k;
-    share_row(a.acts.codes + row * a.acts.row_codes, a.acts.meta + row * a.acts.row_meta, a.gate.blocks, planes,
-              threadIdx.x, blockDim.x);
+    let_next_start();
+    u32 row = a.logits ? 0 : pair / a.top_k;
+    // Logits and the row are under way together.
+    float logit = -INF;
+    if (a.logits && t < a.experts) logit = fresh_4(a.logits + t);
+    share_row<1>(a.acts.codes + row * a.acts.row_codes, a.acts.meta + row * a.acts.row_meta, a.gate.blocks, planes, t, 512);
     if (a.logits) {
-        choose(a, logits, (u32*)(logits + (a.experts + 3) / 4 * 4), chosen);
+        if (t < room) {
+            logits[t] = logit;
+            keys[t] = t < a.experts ? key_of(logit) : 0;
+            ranks[t] = 0;
+        }
+        block_barrier();
+        choose(a, keys, ranks, chosen);
         expert = chosen[pair];
     } else {
         expert = a.ids[pair];
         block_barrier();
     }
-    FOR_VARIANT(variant, (expert_rows<W, K>(a, expert, planes, hidden)))
-    let_next_start();
+    float gate_bias = 0.0f, up_bias = 0.0f;
+    if (t < 32) {
+        u32 i = blockIdx.x * 32 + t, most = a.inter - 1, at = expert * a.inter + (i < most ? i : most);
+        gate_bias = ahead_4(a.gate_bias, at);
+        up_bias = ahead_4(a.up_bias, at);
+    }
+    FOR_VARIANT(variant, (expert_rows<W, K>(a, expert, planes, sums)))
     block_barrier();
-    if (a.codes && threadIdx.x < 32)
-        pack_block(hidden[threadIdx.x], a.codes + pair * a.row_codes + 32 * blockIdx.x,
-                   a.meta + pair * a.row_meta + 16 * blockIdx.x);
-    if (a.logits && blockIdx.x == 0 && pair == 0 && threadIdx.x / 32 == 1) store_choice(a, logits, chosen);
+    if (t < 32) store_hidden(a, pair, sums[t], sums[32 + t], gate_bias, up_bias);
+    if (a.logits && blockIdx.x == 0 && pair == 0 && t / 32 == 1) store_choice(a, logits, chosen);
 }
 
 struct ExpertDownArgs {
@@ -185,53 +205,50 @@ struct ExpertDownArgs {
     const float* weights;
     float* out;          // [rows, d]
     Ahead ahead;
-    u32 d, top_k, add, variant, passes, pad;
+    u32 d, top_k, add, variant;
+    u32 shift;           // a rank has 1 << shift of the 16 warps
+    u32 pad;
 };
 
-// A warp's outputs of one expert: four, or eight in two passes that are under way together.
+// A warp's four outputs of one expert.
 template <int W, int K>
 D void down_dots(const ExpertDownArgs& a, u32 expert, u32 o, const u8* codes, const u8* meta, u8* planes, u32 groups,
                  float* out) {
-    constexpr int U = half_depth_of<W>();
-    u32 r = threadIdx.x & 3, last = a.d - 1, most = expert * a.d + last;
-    u32 row = expert * a.d + o + r, next = row + 4;
-    row = row < most ? row : most;
-    next = next < most ? next : most;
-    Lane<W, K, U> p, q;
-    load_lane(a.down, row, p);
-    if (a.passes == 2) load_lane(a.down, next, q);
+    u32 r = threadIdx.x & 3, row = expert * a.d + (o + r < a.d ? o + r : a.d - 1);
+    Lane<W, K, depth_of<W>()> lane;
+    load_lane(a.down, row, lane);
+    float bias = ahead_4(a.bias, row);
     // Rows of all ranks, by the warps that need them.
-    share_row(codes, meta, a.down.blocks, planes, threadIdx.x % (32 * groups), 32 * groups);
+    share_row<2>(codes, meta, a.down.blocks, planes, threadIdx.x & (32 * groups - 1), 32 * groups);
     block_barrier();
-    float y = lane_dot(a.down, row, p, planes);
-    if ((threadIdx.x & 28) == 0) out[r] = a.bias ? y + a.bias[row] : y;
-    if (a.passes == 2) {
-        y = lane_dot(a.down, next, q, planes);
-        if ((threadIdx.x & 28) == 0) out[4 + r] = a.bias ? y + a.bias[next] : y;
-    }
+    float y = lane_dot(a.down, row, lane, planes);
+    if ((threadIdx.x & 28) == 0) out[r] = a.bias ? y + bias : y;
 }
 
-// Block (4 * passes * (8 / top_k) outputs, row): the chosen experts' outputs, summed in rank order. top_k <= 8.
-KERNEL(expert_down, ExpertDownArgs, 256, 4) {
+// Block (4 << shift outputs, row): the chosen experts' outputs, summed in rank order. top_k <= 8.
+KERNEL(expert_down, ExpertDownArgs, 512, 2) {
     DYNAMIC_SHARED(shared);
-    __shared__ float part[64];
-    u32 groups = 8 / a.top_k, warp = threadIdx.x / 32, each = 4 * a.passes, outs = each * groups;
-    u32 rank = warp / groups, row = blockIdx.y, within = each * (warp % groups), o = blockIdx.x * outs + within;
+    __shared__ float part[128], weights[8];
+    u32 groups = 1 << a.shift, warp = threadIdx.x / 32, outs = 4 * groups;
+    u32 rank = warp >> a.shift, row = blockIdx.y, within = 4 * (warp & (groups - 1)), o = blockIdx.x * outs + within;
     prefetch_ahead(a.ahead);
     wait_for_inputs();
+    let_next_start();
     // Warps beyond the last rank repeat its work into a place of their own.
     u32 safe = rank < a.top_k ? rank : a.top_k - 1, pair = row * a.top_k + safe;
     const u8* codes = a.acts.codes + pair * a.acts.row_codes;
     const u8* meta = a.acts.meta + pair * a.acts.row_meta;
     u8* planes = shared + 48 * a.down.blocks * rank;
     float* out = part + outs * rank + within;
-    FOR_VARIANT(a.variant, (down_dots<W, K>(a, a.ids[pair], o, codes, meta, planes, groups, out)))
-    let_next_start();
-    block_barrier();
     u32 mine = blockIdx.x * outs + threadIdx.x;
-    if (threadIdx.x >= outs || mine >= a.d) return;
-    float sum = 0.0f;
-    for (u32 k = 0; k < a.top_k; k++) sum = fma_(a.weights[row * a.top_k + k], part[k * outs + threadIdx.x], sum);
     float* to = a.out + (u64)row * a.d + mine;
-    *to = a.add ? *to + sum : sum;
+    bool sums = threadIdx.x < outs && mine < a.d;
+    if (threadIdx.x < a.top_k) weights[threadIdx.x] = fresh_4(a.weights + row * a.top_k + threadIdx.x);
+    float old = sums && a.add ? fresh_4(to) : 0.0f;
+    FOR_VARIANT(a.variant, (down_dots<W, K>(a, a.ids[pair], o, codes, meta, planes, groups, out)))
+    block_barrier();
+    if (!sums) return;
+    float sum = 0.0f;
+    for (u32 k = 0; k < a.top_k; k++) sum = fma_(weights[k], part[k * outs + threadIdx.x], sum);
+    *to = a.add ? old + sum : sum;
 }

@@ -110,10 +110,11 @@ D void load_blocks(const Matrix& m, u32 row, u32 base, bool there, int u, Lane<W
 // A warp's output rows: `first`, then `step` on, `passes` of them; beyond `last` stands `last`.
 struct Rows { u32 first, step, last, passes; };
 
-// Products of a warp's rows and the row in `planes`: put(row's number, sum) in all threads. The first steps of the first
-// row are in `s`; those of the next row are asked for while one ends.
-template <int W, int K, int U, class F>
-D void warp_dots(const Matrix& m, const Rows& rows, Lane<W, K, U>& s, const u8* planes, F put) {
+// Products of a warp's rows and the row in `planes`, with a bias and stored or added to what is there. The first steps of the first
+// row are in `s`; those of the next row are asked for while one ends, and what is added to a sum while it is made.
+template <int W, int K, int U>
+D void warp_dots(const GemvJob& job, const Rows& rows, Lane<W, K, U>& s, const u8* planes) {
+    const Matrix& m = job.w;
     u32 kind = K >= 0 ? (u32)K : m.kind, n = m.blocks, t = threadIdx.x & 31, l = t & 7;
     int terms = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
     const uint4* acts = (const uint4*)planes;
@@ -121,7 +122,7 @@ D void warp_dots(const Matrix& m, const Rows& rows, Lane<W, K, U>& s, const u8* 
 #pragma unroll 1
     for (u32 pass = 0; pass < rows.passes; pass++) {
         u32 next_row = row + rows.step < rows.last ? row + rows.step : rows.last;
-        float acc = 0.0f;
+        float acc = 0.0f, bias = ahead_4(job.bias, row), old = ahead_4(job.add ? job.out : (const float*)0, row);
 #pragma unroll 1
         for (u32 base = 0; base < n; base += 32 * U) {
             bool ends = base + 32 * U >= n, more = !ends || pass + 1 < rows.passes;
@@ -156,7 +157,12 @@ D void warp_dots(const Matrix& m, const Rows& rows, Lane<W, K, U>& s, const u8* 
                 }
             }
         }
-        put(rows.first + pass * rows.step, join_8(acc));
+        float y = join_8(acc);
+        u32 o = rows.first + pass * rows.step;
+        if (o <= rows.last && t == 0) {
+            y = job.bias ? y + bias : y;
+            job.out[o] = job.add ? old + y : y;
+        }
         row = next_row;
     }
 }
@@ -177,20 +183,15 @@ D void one_row(const GemvArgs& a, const GemvJob& job, u8* shared, float* factor)
     for (int u = 0; u < U; u++) load_blocks(job.w, rows.first < rows.last ? rows.first : rows.last, 0, true, u, lane);
     if (a.x) share_floats(a.weight, width, x + width);
     wait_for_inputs();
+    let_next_start();
     if (a.x) {
         NormedRow row = norm_row(a.x, width, a.eps, x, x + width, factor);
         pack_row(row, width, shared, shared + 16 * blocks, shared + 32 * blocks, 16);
     } else {
-        share_row(a.acts.codes, a.acts.meta, blocks, shared, threadIdx.x, blockDim.x);
+        share_row<3>(a.acts.codes, a.acts.meta, blocks, shared, threadIdx.x, blockDim.x);
     }
     block_barrier();
-    warp_dots(job.w, rows, lane, shared, [&](u32 o, float y) {
-        if (o == rows.first + (rows.passes - 1) * rows.step) let_next_start();
-        if (o > rows.last || (threadIdx.x & 31) != 0) return;
-        float v = job.bias ? y + job.bias[o] : y;
-        float* out = job.out + o;
-        *out = job.add ? *out + v : v;
-    });
+    warp_dots(job, rows, lane, shared);
 }
 
 // Blocks of 64, 128 or 256 threads, `passes` outputs to a warp.

@@ -84,6 +84,44 @@ D void ready_head(const HeadPart& part, const float* src, Angles angles, u32 dim
     }
 }
 
+// The same for heads of up to 128 numbers, 16 | dim, two to a warp: a half of it each, numbers in registers until they are turned.
+// Halves that are not `there` write nothing.
+D void ready_half(const HeadPart& part, const float* src, Angles angles, u32 dim, u32 half, u32 adjacent, bool there, float* x) {
+    u32 l = threadIdx.x & 15;
+    const float* weight = part.norm ? part.weight : (const float*)0;
+    float v[8], w[8], c[4], s[4];
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (16 * k < dim) v[k] = fresh_4(src + 16 * k + l);
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (16 * k < dim) w[k] = weight ? fresh_4(weight + 16 * k + l) : 1.0f;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 i = 16 * k + l < half ? 16 * k + l : 0;
+        if (16 * k < half) {
+            c[k] = fresh_4(angles.cos + i);
+            s[k] = fresh_4(angles.sin + i);
+        }
+    }
+    float acc = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (16 * k < dim) acc = fma_(v[k], v[k], acc);
+    acc = join_16(acc);
+    float scale = part.norm ? 1.0f / sqrtf(acc / (float)dim + part.eps) : 1.0f;
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (there && 16 * k < dim) x[16 * k + l] = v[k] * scale * w[k];
+    warp_barrier();
+    if (there && part.rope) {
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (16 * k + l < half) turn(x, 16 * k + l, half, adjacent, c[k], s[k]);
+    }
+    warp_barrier();
+}
+
 // Stores a key (which 1) or value (2) of one position, in a head of a page; by a warp.
 D void store_head(u8* to, u32 which, u32 slot, const float* x, u32 dim, u32 kv_type) {
     u32 lane = threadIdx.x & 31, largest = 0;
@@ -104,6 +142,16 @@ D void store_head(u8* to, u32 which, u32 slot, const float* x, u32 dim, u32 kv_t
         }
     }
     if (kv_type == 2 && lane == 0) ((float*)(to + 2 * dim * 32))[(which == 2 ? 32 : 0) + slot] = scale;
+}
+
+// The same for a key and a value as floats or halves; by 256 threads.
+D void store_both(u8* to, u32 slot, const float* key, const float* value, u32 dim, u32 kv_type) {
+    for (u32 t = threadIdx.x; t < 2 * dim; t += 256) {
+        u32 i = t < dim ? t : t - dim, at = t < dim ? i * 32 + slot : dim * 32 + slot * dim + i;
+        float x = t < dim ? key[i] : value[i];
+        if (kv_type == 0) ((float*)to)[at] = x;
+        else ((u16*)to)[at] = float_to_half(x);
+    }
 }
 
 KERNEL(heads, HeadsArgs, 128, 1) {

@@ -77,11 +77,26 @@ D void fetch(const u8* from, u32 n, u32 first, u32 step, F put) {
     }
 }
 
-// Copies a packed row of `blocks` blocks into its three planes, by `step` threads, of which this one is `first`.
+// Copies a packed row of `blocks` blocks into its three planes, by `step` threads, of which this one is `first`; N loads of a
+// thread are under way at once.
+template <int N>
 D void share_row(const u8* codes, const u8* meta, u32 blocks, u8* planes, u32 first, u32 step) {
     uint4* to = (uint4*)planes;
-    fetch<4>(codes, 2 * blocks, first, step, [=](u32 i, uint4 v) { to[(i & 1) * blocks + (i >> 1)] = v; });
-    fetch<2>(meta, blocks, first, step, [=](u32 i, uint4 v) { to[2 * blocks + i] = v; });
+    u32 halves = 2 * blocks, all = 3 * blocks;
+#pragma unroll 1
+    for (u32 i = first; i < all; i += N * step) {
+        uint4 v[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            u32 j = i + k * step;
+            fresh_16(j < halves ? codes + 16 * j : meta + 16 * (j - halves), j < all, &v[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            u32 j = i + k * step;
+            if (j < all) to[j < halves ? (j & 1) * blocks + (j >> 1) : j] = v[k];
+        }
+    }
 }
 
 // The factor of a row's RMS norm, from shared memory; by one warp.
@@ -348,9 +363,6 @@ D float lane_dot(const Matrix& m, u32 row, Lane<W, K, U>& s, const u8* planes) {
     return acc + shuffle_xor(acc, 4);
 }
 
-// Steps under way at once: with 1024 threads of a multiprocessor some 64 kilobytes.
+// Steps under way at once; more make code longer, which takes longer to come than what they would hide.
 template <int W>
-D constexpr int depth_of() { return W == W_8 || W == W_6 ? 2 : W < 0 ? 1 : 4; }
-// The same where a thread has two rows.
-template <int W>
-D constexpr int half_depth_of() { return depth_of<W>() < 2 ? 1 : depth_of<W>() / 2; }
+D constexpr int depth_of() { return W < 0 ? 1 : 2; }

@@ -84,6 +84,7 @@ impl Run<'_> {
             window: op.window.unwrap_or(0) as u32,
             max_blocks: window_blocks(op.window, self.blocks) as u32,
             scale: op.scale,
+            group: (op.n_heads / layer.n_kv_heads) as u32,
             ..Default::default()
         })
     }

@@ -7,6 +7,7 @@ use super::{NormRows, Run, kind_of};
 use crate::args::*;
 use crate::driver::Kernel;
 use crate::error::CudaError;
+use crate::layout::Width;
 use crate::load::Placed;
 use crate::map::{FEW_ROWS, PackMem, TILE_N};
 
@@ -139,6 +140,12 @@ impl Run<'_> {
             args.fault = route.fault;
             (args.experts, args.all, args.layer) = (route.experts, route.all, route.layer);
             args.down = down.args;
+            let halves = if down.args.width == Width::Eight as u32 { 2 } else { 1 };
+            args.down_bytes = (moe.hidden_size * down.args.blocks as usize * 16 * halves) as u32;
+            args.down_share = args
+                .down_bytes
+                .div_ceil(moe.intermediate.div_ceil(32) as u32)
+                .next_multiple_of(128);
         }
         match moe.hidden_order {
             Some(_) => (args.codes, args.meta) = (hidden.codes, hidden.meta),
@@ -146,7 +153,7 @@ impl Run<'_> {
         }
         let shared = up_shared(gate.args.blocks as usize, moe.n_experts);
         let grid = [moe.intermediate.div_ceil(32), self.rows * moe.top_k, 1];
-        self.launch(Kernel::ExpertUp, grid, 256, shared, args)
+        self.launch(Kernel::ExpertUp, grid, 512, shared, args)
     }
 
     /// Gate, up and activation of many rows or of rows of floats, into the gate's place.
@@ -191,11 +198,9 @@ impl Run<'_> {
         let moe = &self.program.moes[id.0];
         let down = &self.map.experts[id.0][2];
         let (d, inner) = (moe.hidden_size, moe.intermediate);
-        // Rows of few columns are too short to keep memory busy: two at a time.
-        let passes = if inner <= 1024 { 2 } else { 1 };
-        let groups = 8 / moe.top_k;
-        let outs = 4 * passes * groups;
-        let shared = 48 * (inner / 32) * (8 / groups) + 128;
+        // Of 16 warps, a power of two for each of the chosen experts, four outputs to a warp.
+        let shift = 4 - moe.top_k.next_power_of_two().ilog2();
+        let shared = 48 * (inner / 32) * (16 >> shift) + 128;
         let args = ExpertDownArgs {
             down: down.args,
             acts: self.acts(hidden),
@@ -208,10 +213,10 @@ impl Run<'_> {
             top_k: moe.top_k as u32,
             add: add as u32,
             variant: down.variant,
-            passes: passes as u32,
+            shift,
             pad: 0,
         };
-        self.launch(Kernel::ExpertDown, [d.div_ceil(outs), self.rows, 1], 256, shared, args)
+        self.launch(Kernel::ExpertDown, [d.div_ceil(4 << shift), self.rows, 1], 512, shared, args)
     }
 
     /// The down product of every pair, then the weighted sum of each row's.
@@ -288,7 +293,7 @@ impl Run<'_> {
     }
 }
 
-/// Shared memory of the experts' first product: a row's planes, logits and ranks.
+/// Shared memory of the experts' first product: a row's planes, logits, ranks and keys.
 pub(crate) fn up_shared(blocks: usize, experts: usize) -> usize {
-    48 * blocks + 128 + 8 * experts.next_multiple_of(4)
+    48 * blocks + 128 + 12 * experts.next_multiple_of(4)
 }
