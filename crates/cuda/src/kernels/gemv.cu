@@ -29,9 +29,8 @@ D void load_batch(const Matrix& m, u32 row, u32 b, Batch<W, K>& batch) {
 template <int W, int K, int NR>
 D void dot_rows(const Matrix& m, u32 row, Batch<W, K>& batch, const Acts& acts, u32 first, u32 rows, float out[NR]) {
     constexpr int U = batch_of<W>();
-    u32 kind = K >= 0 ? (u32)K : m.kind;
     u32 t = threadIdx.x & 31, l = t & 7;
-    int n = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
+    int n = terms_in<K>(m);
     float acc[NR];
     for (int r = 0; r < NR; r++) acc[r] = 0.0f;
     for (u32 base = 0; base < m.blocks; base += 32 * U) {
@@ -93,10 +92,6 @@ D u32 job_of_block(const GemvArgs& a) {
     return j;
 }
 
-// Steps of 32 blocks under way at once.
-template <int W>
-D constexpr int steps_of() { return W < 0 ? 1 : 2; }
-
 // Step `u` from block `base` on: thread t has the t-th block.
 template <int W, int K, int U>
 D void load_blocks(const Matrix& m, u32 row, u32 base, bool there, int u, Lane<W, K, U>& s) {
@@ -115,8 +110,8 @@ struct Rows { u32 first, step, last, passes; };
 template <int W, int K, int U>
 D void warp_dots(const GemvJob& job, const Rows& rows, Lane<W, K, U>& s, const u8* planes) {
     const Matrix& m = job.w;
-    u32 kind = K >= 0 ? (u32)K : m.kind, n = m.blocks, t = threadIdx.x & 31, l = t & 7;
-    int terms = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
+    u32 n = m.blocks, t = threadIdx.x & 31, l = t & 7;
+    int terms = terms_in<K>(m);
     const uint4* acts = (const uint4*)planes;
     u32 row = rows.first < rows.last ? rows.first : rows.last;
 #pragma unroll 1
@@ -169,7 +164,7 @@ D void warp_dots(const GemvJob& job, const Rows& rows, Lane<W, K, U>& s, const u
 
 template <int W, int K>
 D void one_row(const GemvArgs& a, const GemvJob& job, u8* shared, float* factor) {
-    constexpr int U = steps_of<W>();
+    constexpr int U = depth_of<W>();
     Lane<W, K, U> lane;
     u32 blocks = job.w.blocks, width = 32 * blocks;
     float* x = (float*)(shared + 48 * blocks);
@@ -194,7 +189,7 @@ D void one_row(const GemvArgs& a, const GemvJob& job, u8* shared, float* factor)
     warp_dots(job, rows, lane, shared);
 }
 
-// Blocks of 64, 128 or 256 threads, `passes` outputs to a warp.
+// Blocks of 128 or 256 threads, `passes` outputs to a warp.
 KERNEL(gemv_1, GemvArgs, 256, 4) {
     DYNAMIC_SHARED(shared);  // planes of the row; with a norm also the row and its weights
     __shared__ float factor;

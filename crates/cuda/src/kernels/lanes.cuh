@@ -28,6 +28,10 @@ struct Terms { float x[4], y[4]; };
 template <int K>
 D constexpr int n_terms() { return K < 0 ? 4 : (has_halves(K) ? 2 : 1) * (has_bias(K) ? 2 : 1); }
 
+// The same of a matrix whose kind of scales is not known when this is compiled.
+template <int K>
+D int terms_in(const Matrix& m) { return K >= 0 ? n_terms<K>() : (has_halves(m.kind) ? 2 : 1) * (has_bias(m.kind) ? 2 : 1); }
+
 template <int K>
 D Terms terms_of(const Matrix& m, const Codes& c, const Scale& s, const uint4& a0, const uint4& a1, const uint4& z) {
     u32 kind = K >= 0 ? (u32)K : m.kind;
@@ -335,8 +339,8 @@ D void load_lane(const Matrix& m, u32 row, Lane<W, K, U>& s) {
 // instructions too.
 template <int W, int K, int U>
 D float lane_dot(const Matrix& m, u32 row, Lane<W, K, U>& s, const u8* planes) {
-    u32 kind = K >= 0 ? (u32)K : m.kind, n = m.blocks, l = (threadIdx.x & 31) >> 2;
-    int terms = K >= 0 ? n_terms<K>() : (has_halves(kind) ? 2 : 1) * (has_bias(kind) ? 2 : 1);
+    u32 n = m.blocks, l = (threadIdx.x & 31) >> 2;
+    int terms = terms_in<K>(m);
     const uint4* acts = (const uint4*)planes + l;
     float acc = 0.0f;
 #pragma unroll 1
