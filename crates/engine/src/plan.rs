@@ -185,7 +185,9 @@ impl PlanInput<'_> {
             (None, false) => CHUNKS.into_iter().filter(|&c| c <= DENSE_CHUNK).collect(),
         };
         let left = |fixed: &Ledger| budget.checked_sub(fixed.total() + reserve_bytes(budget));
-        let smallest = self.fixed(*chunks.last().expect("not empty"), context).0;
+        // What is read for a step should serve all sequences, so chunks begin with a row for each.
+        let a_row_each = self.options.sequences.next_power_of_two();
+        let smallest = self.fixed(a_row_each.min(chunks[0]), context).0;
         // Experts that can all be resident are not streamed for the sake of a larger chunk.
         let some_chunk = chunks.iter().find(|&&c| c <= DENSE_CHUNK).unwrap_or(&chunks[0]);
         let keep_resident = match left(&self.fixed(*some_chunk, context).0) {
@@ -197,11 +199,10 @@ impl PlanInput<'_> {
             // Scratch may take an eighth of what experts could have; a quarter as long as chunks are so
             // small that prompts would read most experts again and again.
             let part = if chunk <= SMALL_CHUNK { 4 } else { 8 };
-            let modest = fixed.total() - smallest.total() <= left(&smallest).unwrap_or(0) / part;
+            let more = fixed.total().saturating_sub(smallest.total());
+            let modest = more <= left(&smallest).unwrap_or(0) / part;
             let is_last = Some(&chunk) == chunks.last();
-            // What is read for a step should serve all sequences.
-            let a_row_each = chunk <= self.options.sequences.next_power_of_two();
-            let taken = !routed || modest || is_last || a_row_each;
+            let taken = !routed || modest || is_last || chunk <= a_row_each;
             let Some(left) = left(&fixed).filter(|_| taken) else {
                 continue;
             };
@@ -226,7 +227,7 @@ impl PlanInput<'_> {
                 minimum,
                 residency,
                 slots,
-                chunk: chunk.min(context),
+                chunk: chunk.min(self.most_rows(context)),
                 context,
                 contexts: self.options.contexts(),
                 shape,
@@ -290,9 +291,14 @@ impl PlanInput<'_> {
         asked.map(|n| n.min(self.store.n_experts_total()))
     }
 
+    /// Rows that a pass can have: those of all contexts.
+    fn most_rows(&self, context: usize) -> usize {
+        context.saturating_mul(self.options.contexts().max(1))
+    }
+
     /// All lines but experts and reserve.
     fn fixed(&self, chunk: usize, context: usize) -> (Ledger, CpuShape) {
-        let chunk = chunk.min(context);
+        let chunk = chunk.min(self.most_rows(context));
         let o = self.options;
         // However small chunks are, there is room for a pass over drafts, and for a block of masks.
         let block_rows = self.block.map_or(0, |block| block.drafter.block_size);

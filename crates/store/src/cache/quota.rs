@@ -19,6 +19,8 @@ pub(crate) struct Quotas {
     experts: Vec<usize>,
     /// Empty when layers share all slots: that is asked for, or there are fewer slots than layers.
     quotas: Vec<usize>,
+    /// The latest pass used most experts of its layer.
+    wide: bool,
     /// `[layers][experts]`: uses by rank, decaying.
     ranks: Vec<Vec<f32>>,
     passes: usize,
@@ -41,14 +43,20 @@ impl Quotas {
             Sharing::None | Sharing::Even => Vec::new(),
         };
         let experts = experts_of_layer.to_vec();
-        let mut quotas = Quotas { sharing, experts, quotas: Vec::new(), ranks, passes: 0 };
+        let mut quotas =
+            Quotas { sharing, experts, quotas: Vec::new(), wide: false, ranks, passes: 0 };
         quotas.resize(slots);
         quotas
     }
 
     /// The layer's quota; none where layers share all slots.
+    ///
+    /// A pass that uses most experts of its layer (a prompt, a batch) needs slots for what is being computed, for
+    /// what is being read meanwhile and for what the next layer was announced to want: with no more than the few
+    /// shared ones it would compute and read in turn. So each layer gives up a quarter of its own for it.
     pub(crate) fn of(&self, layer: usize) -> Option<usize> {
-        self.quotas.get(layer).copied()
+        let quota = self.quotas.get(layer).copied()?;
+        Some(if self.wide { quota - quota.div_ceil(4).min(quota.saturating_sub(1)) } else { quota })
     }
 
     /// Divides another number of slots. Measured quotas keep their proportions.
@@ -92,11 +100,12 @@ impl Quotas {
 
     /// A pass uses `experts`; `keys` are the layer's before it.
     pub(crate) fn observe(&mut self, layer: usize, experts: &[u16], keys: &[Key]) {
+        self.wide = experts.len() * 2 > keys.len();
         if self.sharing != Sharing::Measured || self.quotas.is_empty() {
             return;
         }
         // A pass that uses most of a layer says nothing about which experts it prefers.
-        if experts.len() * 2 <= keys.len() {
+        if !self.wide {
             for &expert in experts {
                 let key = keys[expert as usize];
                 let rank = keys.iter().filter(|&&other| other > key).count();

@@ -61,10 +61,15 @@ impl StreamStore {
             && self.pass.as_ref().is_none_or(|pass| pass.waiting.is_empty())
             && self.ahead.filling.len() < MAX_FILLING
         {
-            let (slot, why) = if let Some((layer, expert)) = self.ahead.announced.pop_front() {
+            let (slot, why) = if let Some(&(layer, expert)) = self.ahead.announced.front() {
                 let slot = self.reserve_absent(layer, expert, |store| {
                     store.cache.reserve_announced(layer, expert)
                 });
+                if slot.is_none() && self.cache.lookup(layer, expert).is_none() {
+                    // It is read when the pass at work gives slots back.
+                    return;
+                }
+                self.ahead.announced.pop_front();
                 (slot, Why::Announced)
             } else if let Some((layer, expert)) = self.ahead.guesses.pop_front() {
                 let probability = self.stats.guesses.precision(self.cache.wasted());
