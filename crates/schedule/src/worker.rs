@@ -371,7 +371,13 @@ impl Worker {
                 }
             })
             .collect();
-        let rows = share(&needs, self.engine.plan.chunk, self.turn, self.pace);
+        let plan = &self.engine.plan;
+        let chunk = match self.pace {
+            // No step is longer than one whole prompt's.
+            Pace::Flowing => plan.chunk.min(plan.context),
+            Pace::Full => plan.chunk,
+        };
+        let rows = share(&needs, chunk, self.turn, self.pace);
         self.turn = self.turn.wrapping_add(1);
         if let Err(error) = self.compute(&rows) {
             self.each_alone(&rows, error);
