@@ -14,7 +14,7 @@ use forebay_program::{ExpertMatrices, LogitLines, MoeId, Op, Pass, Segment, Sequ
 
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::pilot::Hint;
+use crate::pilot::{Hint, MOST_ROWS};
 use crate::sampler::LineDraw;
 use crate::state::Sequence;
 use crate::steer::SteeredRows;
@@ -259,6 +259,7 @@ impl Engine {
 
     /// Hands out the logits of the rows that want them.
     fn logits(&mut self, batch: &Batch, sink: RowSink<'_>) -> Result<(), EngineError> {
+        self.expect_the_like(batch);
         let vocab = self.spec.vocab_size;
         let phases = &mut self.stats.phases;
         if let (Some(draw), [row]) = (&batch.draw, &batch.logit_rows[..]) {
@@ -271,6 +272,9 @@ impl Engine {
             }
         }
         for rows in batch.logit_rows.chunks(self.backend.max_logit_rows()) {
+            if let Some(store) = &mut self.store {
+                store.poll();
+            }
             self.logits.resize(rows.len() * vocab, 0.0);
             timed(&mut phases.head, || self.backend.logits(rows, &mut self.logits))?;
             let rows = rows.iter().zip(self.logits.chunks_exact(vocab));
@@ -279,6 +283,20 @@ impl Engine {
         }
         self.stats.memory_bytes += self.backend.take_bytes_moved();
         Ok(())
+    }
+
+    /// Where many sequences get a token each, another such pass follows and wants about the same experts of the first
+    /// routed layer: they are read while logits are computed.
+    fn expect_the_like(&mut self, batch: &Batch) {
+        let many = batch.logit_rows.len() > MOST_ROWS;
+        let first = self.program.segments.iter().find_map(|segment| segment.moe);
+        let (Some(store), Some(first)) = (self.store.as_mut().filter(|_| many), first) else {
+            return;
+        };
+        if self.pilot.hint(batch.tokens.len()) == Hint::Announce {
+            let ids = &self.backend.routing(first).ids;
+            store.announce(first.0, &union(ids, self.program.moes[first.0].n_experts));
+        }
     }
 
     fn run_experts(

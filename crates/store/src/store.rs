@@ -112,6 +112,10 @@ pub trait ExpertStore: Send {
         let _ = (layer_index, experts);
     }
 
+    /// Goes on with reads that were guessed or announced: for those who compute for long between passes.
+    /// Returns at once.
+    fn poll(&mut self) {}
+
     /// Experts that were used, as (MoE layer, expert), hottest first, whether they are in memory or
     /// not. Empty where there is no pool.
     fn hot(&self) -> Vec<(usize, u16)> {

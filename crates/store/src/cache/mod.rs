@@ -166,7 +166,7 @@ impl Cache {
             return None;
         }
         let id = self.free.pop().or_else(|| {
-            let victim = self.coldest_over_quota().or_else(|| self.coldest_of_all())?.1;
+            let victim = self.coldest_borrowed(|_| true).or_else(|| self.coldest_of_all())?.1;
             self.forget(victim);
             Some(victim)
         })?;
@@ -235,9 +235,8 @@ impl Cache {
         let id = match self.free.pop() {
             Some(id) => id,
             None => {
-                let victim = self.coldest_over_quota()?;
-                let elsewhere = self.slots[victim.1 as usize].layer != layer;
-                self.evict(elsewhere.then_some(victim)?)
+                let victim = self.coldest_borrowed(|of| of != layer)?;
+                self.evict(victim)
             }
         };
         self.fill_early(id, layer, expert, Early::Announced, key);
@@ -378,7 +377,8 @@ impl Cache {
         if self.quotas.of(layer).is_none() {
             return self.coldest_of_all();
         }
-        self.coldest_over_quota().or_else(|| self.idle[layer].first().copied()).or_else(|| {
+        let borrowed = self.coldest_borrowed(|_| true);
+        borrowed.or_else(|| self.idle[layer].first().copied()).or_else(|| {
             match self.count[layer] {
                 0 => self.coldest_of_all(),
                 // All of the layer's slots are at work and will come back; taking another layer's
@@ -388,9 +388,11 @@ impl Cache {
         })
     }
 
-    /// The coldest idle slot of layers that have more than they are entitled to.
-    fn coldest_over_quota(&self) -> Option<(Key, SlotId)> {
-        let over = |&layer: &usize| self.quotas.of(layer).is_some_and(|q| self.count[layer] > q);
+    /// The coldest idle slot of those among these layers that have more than they are entitled to.
+    fn coldest_borrowed(&self, of: impl Fn(usize) -> bool) -> Option<(Key, SlotId)> {
+        let over = |&layer: &usize| {
+            of(layer) && self.quotas.of(layer).is_some_and(|q| self.count[layer] > q)
+        };
         (0..self.idle.len()).filter(over).filter_map(|l| self.idle[l].first().copied()).min()
     }
 

@@ -1,8 +1,8 @@
 //! Reads that nobody demanded yet: what the next pass was announced to want, guesses of what a later
 //! layer will choose, and what was hot in an earlier run.
 //!
-//! They begin only while no demanded read is waiting or in flight, few at once, and are overtaken in
-//! the queue by demanded ones. A guess takes a free slot or one that is colder than an expert that
+//! They begin only while no demanded read is waiting or, but for what was announced, in flight, few at once, and are
+//! overtaken in the queue by demanded ones. A guess takes a free slot or one that is colder than an expert that
 //! will be used as probably as guesses so far were; a warm expert takes free slots only; an announced
 //! one takes what the next pass would take. What a pass turns out not to want is withdrawn as far as it
 //! was not begun.
@@ -27,6 +27,9 @@ pub(super) struct Ahead {
 
 /// Experts that are read ahead at once.
 const MAX_FILLING: usize = 4;
+/// Bytes of announced experts that are read at once, where that is more: what the disk gives while the engine
+/// computes without calling the store, as in attention over many rows.
+const ANNOUNCED_BYTES: u64 = 128 << 20;
 /// Guesses that wait at most; older ones are forgotten.
 const MAX_GUESSES: usize = 64;
 
@@ -57,10 +60,7 @@ impl StreamStore {
 
     /// Begins what may be begun.
     pub(super) fn read_ahead(&mut self) {
-        while self.demanded_reads == 0
-            && self.pass.as_ref().is_none_or(|pass| pass.waiting.is_empty())
-            && self.ahead.filling.len() < MAX_FILLING
-        {
+        while self.may_read_ahead() {
             let (slot, why) = if let Some(&(layer, expert)) = self.ahead.announced.front() {
                 let slot = self.reserve_absent(layer, expert, |store| {
                     store.cache.reserve_announced(layer, expert)
@@ -93,6 +93,21 @@ impl StreamStore {
                 self.fill(slot, why);
             }
         }
+    }
+
+    /// Whether another read that nobody demanded may begin. Announced experts come nearly always to be wanted, so they
+    /// follow the last demanded ones at once: a disk that waits for those alone goes slower and slower.
+    fn may_read_ahead(&self) -> bool {
+        let none_waits = self.pass.as_ref().is_none_or(|pass| pass.waiting.is_empty());
+        let filling = self.ahead.filling.len();
+        none_waits
+            && match self.ahead.announced.is_empty() {
+                true => self.demanded_reads == 0 && filling < MAX_FILLING,
+                false => {
+                    let most = (ANNOUNCED_BYTES / self.slot_bytes.max(1)) as usize;
+                    filling < most.max(MAX_FILLING)
+                }
+            }
     }
 
     fn reserve_absent(

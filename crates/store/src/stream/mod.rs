@@ -324,6 +324,11 @@ impl ExpertStore for StreamStore {
         self.start_reads();
     }
 
+    fn poll(&mut self) {
+        self.settle_finished();
+        self.start_reads();
+    }
+
     fn hot(&self) -> Vec<(usize, u16)> {
         self.cache.hot()
     }
