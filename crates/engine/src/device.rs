@@ -11,7 +11,7 @@ use forebay_program::ledger::{Ledger, human};
 use crate::engine::Opened;
 use crate::error::EngineError;
 use crate::options::{BackendChoice, EngineOptions, ResidencyChoice};
-use crate::plan::{MemoryPlan, PlanInput, sequence_memory};
+use crate::plan::{MemoryPlan, PlanInput, sequence_memory, sequence_pages};
 use crate::speculate::DrafterChoice;
 
 /// Rows of a prefill chunk that are tried, largest first.
@@ -149,7 +149,8 @@ fn plan(opened: &Opened, gpu: &Gpu) -> Result<MemoryPlan, EngineError> {
             slots: 0,
             chunk: shape.max_rows,
             context,
-            contexts: input.options.contexts(),
+            contexts: o.positions(context).len(),
+            sequence_pages: sequence_pages(&opened.program, o, shape.max_rows, context),
             shape: CpuShape {
                 max_rows: shape.max_rows,
                 kv_type: shape.kv_type,

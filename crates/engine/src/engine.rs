@@ -438,8 +438,7 @@ impl Engine {
 
     /// Pages of the classes that the plan has for sequences.
     pub fn pages_for_all(&self) -> Vec<usize> {
-        let whole = self.pages_for(self.plan.context);
-        whole.into_iter().map(|pages| pages * self.plan.contexts).collect()
+        self.plan.sequence_pages.clone()
     }
 
     /// Gives a sequence's pages back.

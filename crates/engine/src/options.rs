@@ -86,6 +86,10 @@ pub struct EngineOptions {
     /// Whole contexts that they have room for together. With fewer than sequences, it is for the caller to begin no
     /// more than fit: see [`crate::Engine::pages_for`].
     pub contexts: Contexts,
+    /// Positions of each sequence that will run at once, longest first, where they are known (a batch): contexts are
+    /// planned no larger, but for the first, which is whole, so that one that was misjudged runs alone. Fewer than
+    /// sequences mean that no more will run; none, that nothing is known.
+    pub needs: Vec<usize>,
     /// Beginnings kept for later requests that the memory plan has room for in any case.
     pub snapshots: usize,
     /// How files are read.
@@ -132,6 +136,7 @@ impl Default for EngineOptions {
             context: None,
             sequences: 1,
             contexts: Contexts::Each,
+            needs: Vec::new(),
             snapshots: 0,
             io: IoMode::Auto,
             io_engine: IoEngine::Auto,
@@ -158,6 +163,17 @@ impl EngineOptions {
             Contexts::Exactly(n) => n.clamp(1, self.sequences.max(1)),
             Contexts::Each | Contexts::Fitting => self.sequences,
         }
+    }
+
+    /// Positions that each of these contexts has room for, `context` at most.
+    pub fn positions(&self, context: usize) -> Vec<usize> {
+        let mut positions = vec![context; self.contexts()];
+        if !self.needs.is_empty() {
+            positions.truncate(self.needs.len());
+            let needs = positions.iter_mut().zip(&self.needs).skip(1);
+            needs.for_each(|(positions, need)| *positions = (*need).min(context));
+        }
+        positions
     }
 
     /// The precision, default filled in.

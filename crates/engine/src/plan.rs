@@ -82,8 +82,10 @@ pub struct MemoryPlan {
     pub chunk: usize,
     /// Positions of a sequence.
     pub context: usize,
-    /// Whole contexts that all sequences have room for together.
+    /// Whole contexts that all sequences have room for together; where needs are known, contexts as long as needed.
     pub contexts: usize,
+    /// Pages of each class of windows that sequences have together.
+    pub sequence_pages: Vec<usize>,
     /// What the backend allocates.
     pub shape: CpuShape,
     /// What lies on a GPU, when one computes; then the other lines are the process's own.
@@ -229,7 +231,8 @@ impl PlanInput<'_> {
                 slots,
                 chunk: chunk.min(self.most_rows(context)),
                 context,
-                contexts: self.options.contexts(),
+                contexts: self.options.positions(context).len(),
+                sequence_pages: sequence_pages(self.program, self.options, shape.max_rows, context),
                 shape,
                 device: None,
             }));
@@ -293,7 +296,7 @@ impl PlanInput<'_> {
 
     /// Rows that a pass can have: those of all contexts.
     fn most_rows(&self, context: usize) -> usize {
-        context.saturating_mul(self.options.contexts().max(1))
+        self.options.positions(context).into_iter().fold(0, usize::saturating_add)
     }
 
     /// All lines but experts and reserve.
@@ -384,15 +387,30 @@ pub(crate) fn sequence_memory(
     chunk: usize,
     context: usize,
 ) -> (Vec<usize>, usize) {
-    let of_window = |w: &Option<usize>| {
-        pages_per_sequence(*w, context, chunk, o.snapshots > 0) * o.contexts()
-            + pages_per_snapshot(*w, context) * o.snapshots
-    };
+    let mut pages = sequence_pages(program, o, chunk, context);
+    for (pages, window) in pages.iter_mut().zip(&program.kv_windows) {
+        *pages += pages_per_snapshot(*window, context) * o.snapshots;
+    }
     let states = match program.recurrent.is_empty() {
         true => 0,
         false => state_slots(o.sequences, o.snapshots),
     };
-    (program.kv_windows.iter().map(of_window).collect(), states)
+    (pages, states)
+}
+
+/// Pages of each class of windows that the options' contexts take.
+pub(crate) fn sequence_pages(
+    program: &Program,
+    o: &EngineOptions,
+    chunk: usize,
+    context: usize,
+) -> Vec<usize> {
+    let positions = o.positions(context);
+    let of_window = |w: &Option<usize>| {
+        let pages = |&p: &usize| pages_per_sequence(*w, p, chunk, o.snapshots > 0);
+        positions.iter().map(pages).sum()
+    };
+    program.kv_windows.iter().map(of_window).collect()
 }
 
 impl MemoryPlan {

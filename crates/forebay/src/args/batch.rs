@@ -18,8 +18,8 @@ pub struct BatchArgs {
     /// Answers that are computed at once; 16 unless told.
     #[arg(long, env = "FOREBAY_PARALLEL", value_name = "N")]
     pub parallel: Option<usize>,
-    /// Whole contexts that the memory plan has room for; as many as --parallel, and if neither is told, as many as cost
-    /// experts little memory. With short requests, few make room for many answers.
+    /// Whole contexts that the memory plan has room for. Unless told, there is room for what the lines' prompts and
+    /// max_tokens need with --parallel at once; without --parallel, for as many of them as cost experts little memory.
     #[arg(long, env = "FOREBAY_CONTEXTS", value_name = "N")]
     pub contexts: Option<usize>,
     #[command(flatten)]

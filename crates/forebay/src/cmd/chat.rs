@@ -59,6 +59,7 @@ pub trait Input {
 const ALONE: serve::Load = serve::Load {
     parallel: 1,
     contexts: Contexts::Each,
+    needs: None,
     queue: 0,
     room: Demand { max_body: None, connections: 0, constrained: 0 },
     pace: Pace::Flowing,

@@ -12,6 +12,7 @@ use forebay_schedule::{Pace, Scheduler, SchedulerOptions};
 use forebay_serve::room::{Demand, ledger};
 use forebay_serve::{HttpOptions, ModelInfo, Service, Tls, usual_sampling};
 use forebay_store::memory::PeakSampler;
+use forebay_text::Tokenizer;
 
 use crate::args::{LogArg, SamplingArgs, ServeArgs};
 use crate::failure::usage;
@@ -67,6 +68,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let load = Load {
         parallel,
         contexts: contexts(args.contexts, args.parallel),
+        needs: None,
         queue: args.queue,
         room: Demand {
             max_body: Some(args.max_body),
@@ -139,12 +141,17 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// See [`Load::needs`].
+pub type Needs = Box<dyn FnOnce(&Tokenizer) -> Vec<usize>>;
+
 /// How much may be asked at once.
 pub struct Load {
     /// Answers that are computed at once.
     pub parallel: usize,
     /// Whole contexts that there is room for.
     pub contexts: Contexts,
+    /// Tells the positions of the answers that will run at once, longest first, where they are known.
+    pub needs: Option<Needs>,
     /// Requests that may wait.
     pub queue: usize,
     /// What takes memory besides.
@@ -173,10 +180,11 @@ pub fn service(
     load: Load,
     name: Option<String>,
 ) -> anyhow::Result<(Service, Option<PeakSampler>)> {
-    let Load { parallel, contexts, queue, room, pace, steers_all, quiet } = load;
+    let Load { parallel, contexts, needs, queue, room, pace, steers_all, quiet } = load;
     let loaded = model::load_with(model, |options, tokenizer| {
         options.sequences = parallel;
         options.contexts = contexts;
+        options.needs = needs.map_or(Vec::new(), |needs| needs(tokenizer));
         options.snapshots = parallel.min(4) * 2;
         let context = options.context.unwrap_or(DEFAULT_CONTEXT);
         options.caller_lines = ledger(&room, tokenizer.vocab_size(), context);

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde_json::Value;
 
+use super::needs::Need;
 use crate::failure::usage;
 
 /// Longest line, in bytes.
@@ -28,6 +29,8 @@ pub struct Line {
     pub digest: String,
     /// Whether the answer has to follow a grammar.
     pub is_constrained: bool,
+    /// What it will take.
+    pub need: Need,
     /// Line of the file, from 1.
     number: usize,
     place: Place,
@@ -82,7 +85,8 @@ impl Requests {
                     true => Place::File { at, len },
                     false => Place::Memory(json.into()),
                 };
-                lines.push(Line { id, url, digest, is_constrained, number, place });
+                let need = Need::of(&body, url == URLS[0]);
+                lines.push(Line { id, url, digest, is_constrained, need, number, place });
             }
             at += len as u64;
         }

@@ -4,6 +4,7 @@
 //! there, and to the output when those before it are; after a kill, what is in either is not computed again.
 
 mod input;
+mod needs;
 mod output;
 mod work;
 
@@ -20,6 +21,7 @@ use forebay_store::memory::PeakSampler;
 use serde_json::{Map, Value, json};
 
 use self::input::Requests;
+use self::needs::{Need, positions, tokens_per_byte};
 use self::output::Output;
 use self::work::{Done, Work};
 use crate::args::BatchArgs;
@@ -39,13 +41,13 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
     if args.contexts == Some(0) {
         return Err(usage("--contexts must be at least 1"));
     }
-    let requests = Requests::open(&args.input)?;
-    let lines = requests.lines();
-    let output = Output::open(&args.output, &args.input, lines)?;
-    let todo: VecDeque<usize> = (0..lines.len()).filter(|i| !output.has(*i)).collect();
-    let before = lines.len() - todo.len();
+    let mut requests = Requests::open(&args.input)?;
+    let output = Output::open(&args.output, &args.input, requests.lines())?;
+    let n_lines = requests.lines().len();
+    let todo: VecDeque<usize> = (0..n_lines).filter(|i| !output.has(*i)).collect();
+    let before = n_lines - todo.len();
     if before > 0 {
-        note!("{before} of {} lines are done already", lines.len());
+        note!("{before} of {} lines are done already", n_lines);
     }
     let faults = output.faults();
     if faults > 0 {
@@ -56,9 +58,16 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
         return Ok(end(faults));
     }
     let parallel = args.parallel.unwrap_or(PARALLEL).min(todo.len());
+    let bodies = needs::sample(todo.len()).map(|i| requests.body(todo[i]));
+    let bodies = bodies.collect::<anyhow::Result<Vec<Value>>>()?;
+    let lines = requests.lines();
+    let needs: Vec<Need> = todo.iter().map(|&i| lines[i].need).collect();
+    let needs: serve::Needs =
+        Box::new(move |tokenizer| positions(&needs, parallel, tokens_per_byte(tokenizer, &bodies)));
     let load = serve::Load {
         parallel,
         contexts: serve::contexts(args.contexts, args.parallel),
+        needs: args.contexts.is_none().then_some(needs),
         // One line may ask for several answers; how many lines are open is counted here.
         queue: usize::MAX,
         room: Demand {
@@ -73,7 +82,6 @@ pub fn run(args: BatchArgs) -> anyhow::Result<ExitCode> {
     let (service, peak) = serve::service(&args.model, &args.sampling, load, None)?;
     let service = Arc::new(service);
     let cancel = interruption();
-    let n_lines = lines.len();
     let began = Instant::now();
     let work = Work::new(service.clone(), requests, output, todo);
     // An output that takes no more ends the answers that nobody will see.

@@ -268,6 +268,7 @@ impl Asking<'_> {
         let load = serve::Load {
             parallel: 1,
             contexts: forebay_engine::Contexts::Each,
+            needs: None,
             queue: 1,
             room: Demand { max_body: None, connections: 0, constrained: 1 },
             pace: Pace::Flowing,
