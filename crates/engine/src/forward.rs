@@ -295,7 +295,7 @@ impl Engine {
         };
         if self.pilot.hint(batch.tokens.len()) == Hint::Announce {
             let ids = &self.backend.routing(first).ids;
-            store.announce(first.0, &union(ids, self.program.moes[first.0].n_experts));
+            store.announce(first.0, &likely(ids, self.program.moes[first.0].n_experts));
         }
     }
 
@@ -329,8 +329,10 @@ impl Engine {
             timed(&mut phases.router, || self.backend.run(pass, &pilot.ops))?;
             let ids = self.backend.guessed(pilot.moe);
             match hint {
-                Hint::Announce => store
-                    .announce(pilot.moe.0, &union(ids, self.program.moes[pilot.moe.0].n_experts)),
+                Hint::Announce => {
+                    let experts = likely(ids, self.program.moes[pilot.moe.0].n_experts);
+                    store.announce(pilot.moe.0, &experts);
+                }
                 _ => store.guess(pilot.moe.0, self.pilot.guessed(pilot.moe, ids)),
             }
         }
@@ -372,11 +374,23 @@ fn timed<R>(phase: &mut Duration, f: impl FnOnce() -> R) -> R {
 
 /// Distinct experts, those with the most rows first so that the longest work starts early.
 fn union(ids: &[u16], n_experts: usize) -> Vec<u16> {
+    of_rows(ids, n_experts, 1)
+}
+
+/// Experts that guesses of several rows agree on, in the same order. What only one row is guessed to want is wrong so
+/// often that waiting for its demand costs less than reading it for nothing.
+fn likely(guesses: &[u16], n_experts: usize) -> Vec<u16> {
+    of_rows(guesses, n_experts, 2)
+}
+
+/// Distinct experts of so many rows at least.
+fn of_rows(ids: &[u16], n_experts: usize, least: u32) -> Vec<u16> {
     let mut count = vec![0u32; n_experts];
     for &id in ids {
         count[id as usize] += 1;
     }
-    let mut union: Vec<u16> = (0..n_experts as u16).filter(|&e| count[e as usize] > 0).collect();
+    let mut union: Vec<u16> =
+        (0..n_experts as u16).filter(|&e| count[e as usize] >= least).collect();
     union.sort_by_key(|&e| std::cmp::Reverse(count[e as usize]));
     union
 }

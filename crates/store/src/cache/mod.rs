@@ -94,6 +94,11 @@ impl Cache {
         cache
     }
 
+    /// See [`Quotas::set_flow`].
+    pub(crate) fn set_flow(&mut self, slots: usize) {
+        self.quotas.set_flow(slots);
+    }
+
     /// Slots that have memory.
     pub(crate) fn slots(&self) -> usize {
         self.slots.len() - self.gone.len()

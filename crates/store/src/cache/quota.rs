@@ -21,6 +21,8 @@ pub(crate) struct Quotas {
     quotas: Vec<usize>,
     /// The latest pass used most experts of its layer.
     wide: bool,
+    /// Slots that no layer is entitled to in such passes.
+    flow: usize,
     /// `[layers][experts]`: uses by rank, decaying.
     ranks: Vec<Vec<f32>>,
     passes: usize,
@@ -43,20 +45,37 @@ impl Quotas {
             Sharing::None | Sharing::Even => Vec::new(),
         };
         let experts = experts_of_layer.to_vec();
-        let mut quotas =
-            Quotas { sharing, experts, quotas: Vec::new(), wide: false, ranks, passes: 0 };
+        let mut quotas = Quotas {
+            sharing,
+            experts,
+            quotas: Vec::new(),
+            wide: false,
+            flow: SHARED,
+            ranks,
+            passes: 0,
+        };
         quotas.resize(slots);
         quotas
+    }
+
+    /// Slots that no layer is entitled to while passes use most experts of their layers.
+    pub(crate) fn set_flow(&mut self, slots: usize) {
+        self.flow = slots.max(SHARED);
     }
 
     /// The layer's quota; none where layers share all slots.
     ///
     /// A pass that uses most experts of its layer (a prompt, a batch) needs slots for what is being computed, for
     /// what is being read meanwhile and for what the next layer was announced to want: with no more than the few
-    /// shared ones it would compute and read in turn. So each layer gives up a quarter of its own for it.
+    /// shared ones it would compute and read in turn. So each layer gives up a part of its own for it.
     pub(crate) fn of(&self, layer: usize) -> Option<usize> {
         let quota = self.quotas.get(layer).copied()?;
-        Some(if self.wide { quota - quota.div_ceil(4).min(quota.saturating_sub(1)) } else { quota })
+        if !self.wide {
+            return Some(quota);
+        }
+        let entitled: usize = self.quotas.iter().sum();
+        let given = (self.flow - SHARED).min(entitled * 3 / 8);
+        Some((quota * (entitled - given) / entitled).max(1))
     }
 
     /// Divides another number of slots. Measured quotas keep their proportions.

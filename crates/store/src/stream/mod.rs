@@ -37,6 +37,10 @@ use ahead::Ahead;
 use fill::Slot;
 use touch::{AHEAD_BYTES, Toucher};
 
+/// Bytes of slots that passes over most experts of a layer compute from and read into, so that neither waits for the
+/// other: what a fast disk gives in a tenth of a second, and half as much being computed.
+const FLOW_BYTES: u64 = 320 << 20;
+
 pub(crate) struct StreamStore {
     files: Arc<FileSet>,
     spec: StoreSpec,
@@ -110,6 +114,7 @@ impl StreamStore {
             busy: BusyClock::default(),
             spec: spec.clone(),
         };
+        store.cache.set_flow((FLOW_BYTES / store.slot_bytes.max(1)) as usize);
         store.resize(slots)?;
         Ok(store)
     }
