@@ -71,7 +71,8 @@ impl Need {
                     self.add(value);
                 }
             }
-            Value::Null | Value::Bool(_) | Value::Number(_) => self.tokens += 1,
+            Value::Bool(_) | Value::Number(_) => self.tokens += 1,
+            Value::Null => {}
         }
     }
 
