@@ -542,9 +542,7 @@ impl Engine {
             Embedding::Tied => self.backend.tied_embedding(tokens, &mut self.hidden),
             Embedding::File(reader) => {
                 reader.check_unchanged(&self.files)?;
-                for (&token, out) in tokens.iter().zip(self.hidden.chunks_exact_mut(d)) {
-                    reader.read(&self.files, token, out)?;
-                }
+                reader.read_all(&self.files, tokens, &mut self.hidden)?;
             }
         }
         Ok(())
